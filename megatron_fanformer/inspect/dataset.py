@@ -1,9 +1,10 @@
-"""Describes and verifies token files: by their manifest if there is one, and by the files; torch is not imported."""
+"""Describe and verify token files, by their manifest if there is one, and by the files; torch is not imported."""
 
-import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -21,8 +22,8 @@ from megatron_fanformer.data.manifest import (
 )
 from megatron_fanformer.data.remote_files import find, open_stream
 from megatron_fanformer.data.token_files import NPY_SUFFIX, NpyType, open_npy_files, read_index
+from megatron_fanformer.durable_files import sha256_of_pieces
 from megatron_fanformer.errors import CorruptError, InputError
-from megatron_fanformer.inspect.report import Report, reading
 from megatron_fanformer.processes import usable_cores
 from megatron_fanformer.runtime.device import cache_of
 from megatron_fanformer.stores import is_url
@@ -31,6 +32,21 @@ from megatron_fanformer.terminal import plural, size
 BLOCK_BYTES = 1 << 22
 THREADS = 8  # more only make the disk seek
 NPY_DTYPE: NpyType = "uint16"  # of the paper's files, which do not state it
+
+Report = dict[str, Any]
+
+
+@contextmanager
+def reading(total: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar on a terminal while the block reads `total` bytes; yields a function to call with each count read."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    console = Console(stderr=True, markup=False)
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda count: bar.advance(task, count)
 
 
 def describe_data(target: Target) -> Report:
@@ -141,7 +157,7 @@ def _is_there(prefix: str, suffix: str) -> bool:
 
 
 def check_data(target: Target) -> str:
-    """Check every token file of `target` against its manifest; returns what agrees.
+    """Check every token file of `target` against its manifest; returns a line that says what agrees.
 
     Raises:
         InputError: there is no manifest.
@@ -178,7 +194,12 @@ def check_data(target: Target) -> str:
 
 def _check_file(path: str, record: FileRecord, advance: Callable[[int], None]) -> None:
     """Compare a file's bytes with its manifest."""
-    digest = hashlib.sha256()
+
+    def pieces(stream: Any) -> Iterator[bytes]:
+        while block := stream.read(BLOCK_BYTES):
+            advance(len(block))
+            yield block
+
     try:
         remote = find(path) if is_url(path) else None
         if is_url(path) and remote is None:
@@ -189,12 +210,10 @@ def _check_file(path: str, record: FileRecord, advance: Callable[[int], None]) -
                 f"{path} holds {stored} bytes where its manifest says {record.bytes}; copy or prepare it again"
             )
         with Path(path).open("rb") if remote is None else open_stream(remote) as stream:
-            while block := stream.read(BLOCK_BYTES):
-                digest.update(block)
-                advance(len(block))
+            sha256 = sha256_of_pieces(pieces(stream))
     except OSError as error:
         raise CorruptError(f"{path}, which its manifest lists, cannot be read ({error.strerror})") from error
-    if (sha256 := digest.hexdigest()) != record.sha256:
+    if sha256 != record.sha256:
         raise CorruptError(
             f"{path} has SHA-256 {sha256} where its manifest says {record.sha256}; copy or prepare it again"
         )
@@ -209,8 +228,8 @@ def _check_counts(prefix: str, output: TokenFiles, refused: int) -> None:
         counts["tokens and those of its index"] = (output.tokens, index.tokens)
     if ".ledger.parquet" in output.files and (ledger := open_ledger(prefix)) is not None:
         counts["documents and the rows of its ledger"] = (output.documents + refused, ledger.rows)
-    for what, (stated, counted) in counts.items():
+    for names, (stated, counted) in counts.items():
         if stated != counted:
             raise CorruptError(
-                f"{prefix}{MANIFEST_SUFFIX}: {what} differ ({stated} and {counted}); copy or prepare it again"
+                f"{prefix}{MANIFEST_SUFFIX}: {names} differ ({stated} and {counted}); copy or prepare it again"
             )

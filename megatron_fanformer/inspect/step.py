@@ -1,4 +1,4 @@
-"""The exact samples of a training step, and the documents that they are made of.
+"""The exact samples of a training step, and the documents that they come from.
 
 Datasets and order are the trainer's own (`train.samples`); `data.origins` says where a sample's tokens are stored,
 and the ledger of their token files which document they belong to.
@@ -8,14 +8,15 @@ import dataclasses
 import itertools
 import json
 import os.path
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from megatron_fanformer.checkpoint import run_folder
+from megatron_fanformer.checkpoint.remote import on_this_machine
 from megatron_fanformer.checkpoint.stored_files import read_table, saved_progress
-from megatron_fanformer.convert.recognition import Target
+from megatron_fanformer.convert.recognition import DESCRIPTIONS, OURS, Target, recognise
 from megatron_fanformer.data.fingerprint import another_tokenizer, fingerprint_from_plain
 from megatron_fanformer.data.ledger import LedgerRow, open_ledger
 from megatron_fanformer.data.manifest import Manifest, read_any_manifest
@@ -24,12 +25,12 @@ from megatron_fanformer.data.samples import ChatDataset, Span, sample_spans
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError, escaped
-from megatron_fanformer.inspect.report import Report
 from megatron_fanformer.model.layout_rules import batch_problems
 from megatron_fanformer.terminal import plural
-from megatron_fanformer.train.config import RunConfig
-from megatron_fanformer.train.preflight import with_steps
+from megatron_fanformer.train.config import RunConfig, load_config
+from megatron_fanformer.train.preflight import check_data, with_steps
 from megatron_fanformer.train.recovery import read_events
+from megatron_fanformer.train.run_log import run_log
 from megatron_fanformer.train.samples import consumed_before, run_datasets, step_micro_batches
 
 HEAD_CHARACTERS, TAIL_CHARACTERS = 100, 40  # of a shortened text
@@ -37,27 +38,83 @@ SHOWN_IDS = 16  # where no tokenizer is known
 BETWEEN = " … "
 
 
-def refuse_former_data(target: Target, step: int) -> None:
-    """Refuse a step that a run took before a change of its training data, which its configuration does not have.
+Report = dict[str, Any]
+
+
+def inspect_step(
+    path: str, step: int, config: Path | None = None, overrides: Sequence[str] = (), *, full: bool = False
+) -> Report:
+    """Return the samples of a training step, and the documents that they come from.
 
     Args:
-        target: a run with its newest checkpoint, which has the changes; or one checkpoint.
+        path: a run, a checkpoint or a configuration file; or, with `config`, token files that it trains on: samples
+            without tokens of these are left out.
+        step: counted from 1.
+        config: the configuration that trains; None: the path's.
+        overrides: fields of the configuration, as on a command line.
+        full: whole texts, and the ids of all tokens.
 
     Raises:
-        InputError: it is such a step.
-        CorruptError: the checkpoint cannot be read.
+        InputError: the configuration, the step or the path is wrong; the run took the step's samples of other data.
+        CorruptError: token files or a ledger are damaged, or a checkpoint is.
+    """
+    path = on_this_machine(path)
+    only = folder = None
+    if Path(path).suffix in (".yaml", ".yml") and Path(path).is_file():
+        return describe_step(load_config(config or Path(path), overrides), step, full=full)
+    target = recognise(path)
+    if target.kind in OURS:
+        loaded = load_config(config or target.path / run_folder.CONFIG, overrides)
+        if config is None:
+            _refuse_former_data(target, step)
+            folder = target.path if target.kind == "run" else target.path.parent.parent
+    elif not target.is_data:
+        kind = DESCRIPTIONS[target.kind]
+        raise InputError(f"{path} is {kind}, which does not say what it was trained on; name a run's folder")
+    elif config is None:
+        raise InputError(
+            f"{path} is token files, and --step needs the configuration that trains on them; add --config FILE"
+        )
+    else:
+        loaded, only = load_config(config, overrides), target
+    return describe_step(loaded, step, only=only, folder=folder, full=full)
+
+
+def index_data(path: str, overrides: Sequence[str] = ()) -> str:
+    """Make the index cache that a run of a configuration file needs; returns a line for the user.
+
+    Raises:
+        InputError: the configuration is wrong, or its data are not what it needs.
+        CorruptError: token files are damaged.
+    """
+    if Path(path).suffix not in (".yaml", ".yml"):
+        raise InputError(f"{path} is no configuration file (.yaml), as --index takes it; name one")
+    run = load_config(Path(path), overrides)
+    problems = [*run.model.problems(), *run.data.problems(), *run.training.problems()] or run.problems_of_steps(1)
+    if problems:
+        raise InputError("\n".join(problems))
+    with run_log(rank=0):
+        run = with_steps(run)
+        run_datasets(run, check_data(run))
+    return f"{run.data.index_cache()}: ready for {path}"
+
+
+def _refuse_former_data(target: Target, step: int) -> None:
+    """Raise InputError for a step that a run took before a change of its training data, which its configuration lacks.
+
+    `target` is a run with its newest checkpoint, which has the changes; or one checkpoint.
     """
     checkpoint = target.path if target.kind == "checkpoint" else run_folder.latest_checkpoint(target.path)
     progress = saved_progress(checkpoint, read_table(checkpoint)) if checkpoint else None
-    identity = fingerprint_from_plain(progress.data, checkpoint) if checkpoint and progress else None
-    changes = identity.training_changes if identity else []
+    fingerprint = fingerprint_from_plain(progress.data, checkpoint) if checkpoint and progress else None
+    changes = fingerprint.training_changes if fingerprint else []
     if not (later := [change for change in changes if change.step >= step]):
         return
     last = later[0].step
     first = max((change.step for change in changes if change.step < step), default=0) + 1
-    what = "; ".join(change.what for change in later if change.step == last)
+    changed = "; ".join(change.what for change in later if change.step == last)
     raise InputError(
-        f"--step is {step}, and the training data were changed after step {last} ({what}): the configuration has "
+        f"--step is {step}, and the training data were changed after step {last} ({changed}): the configuration has "
         f"other data than that step read; name a checkpoint of step {first} to {last}, or its configuration by --config"
     )
 
@@ -182,7 +239,7 @@ class _Sources:
 
 
 def _passages(sources: _Sources, dataset: Any, number: int, spans: Iterable[Span]) -> Iterator[dict[str, Any]]:
-    """Yield the passages of a sample: consecutive tokens of a token file, of one document where a ledger tells."""
+    """Yield the passages of a sample: consecutive tokens of a token file, of one document where there is a ledger."""
     item = dataset[number]
     ids, learned = item["tokens"].tolist(), None
     if isinstance(dataset, ChatDataset):  # for each token whether the position before it has a loss
@@ -192,10 +249,11 @@ def _passages(sources: _Sources, dataset: Any, number: int, spans: Iterable[Span
     position = 0
     for span in spans:
         for first_token, length, document in sources.documents(span):
-            own, mask = ids[position : position + length], learned and learned[position : position + length]
-            position += length
-            text = sources.text(span.prefix, own)
-            shown = own if sources.full else own[:SHOWN_IDS] if text is None else None
+            end = position + length
+            passage_ids, mask = ids[position:end], learned and learned[position:end]
+            position = end
+            text = sources.text(span.prefix, passage_ids)
+            shown = passage_ids if sources.full else passage_ids[:SHOWN_IDS] if text is None else None
             row = document and {
                 "id": document.id,
                 "source": document.source,
@@ -207,7 +265,7 @@ def _passages(sources: _Sources, dataset: Any, number: int, spans: Iterable[Span
             passage = {"prefix": span.prefix, "first_token": first_token, "length": length, "document": row}
             if mask is not None:
                 passage["learned"] = runs = _true_runs(mask)
-                passage["learned_texts"] = [sources.text(span.prefix, own[begin:end]) for begin, end in runs]
+                passage["learned_texts"] = [sources.text(span.prefix, passage_ids[begin:end]) for begin, end in runs]
             yield {**passage, "text": text, **({} if shown is None else {"ids": shown})}
     assert learned is not None or position == len(ids), "the spans of a sample are all that it reads"
 

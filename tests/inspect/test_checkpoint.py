@@ -7,22 +7,32 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import safetensors.torch
 import torch
+import yaml
+from matplotlib import image
+from matplotlib.figure import Figure
 
 from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.full_tensors import write_full_tensors
 from megatron_fanformer.checkpoint.manifest import MANIFEST, write_manifest
+from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.checkpoint.stored_files import METADATA, read_table, stored_parts, tensors_of
 from megatron_fanformer.convert.name_table import expected_shapes
 from megatron_fanformer.inspect import checkpoint as checkpoints
+from megatron_fanformer.inspect.checkpoint import PHASE_PANELS, read_progress
 from megatron_fanformer.model.config import FANConfig
+from tests.checkpoint.stores import save
+from tests.conftest import REFERENCE
 from tests.convert.test_hostile import Bomb
 from tests.inspect.conftest import TOKENIZER, Inspect
 from tests.inspect.test_dataset import flip, refused
-from tests.small_runs import RunOnRanks, small_run, write_tokens
+from tests.small_runs import RunOnRanks, small_run, write_config, write_tokens
 from tests.tiny import tiny_model
 from tests.train.test_trainer import train
+from tests.whole_models import export_huggingface, read_reference, read_weights, reference_to_megatron
 
 QK_AND_V = tiny_model(num_query_groups=2, fan=FANConfig(placement="qk_and_v", v_p_ratio=0.125))
 
@@ -139,11 +149,8 @@ def test_the_weights_of_the_second_placement_are_checked(
     )
 
 
-@pytest.mark.parametrize("options", [[]])
 @pytest.mark.parametrize("place", ["whole", "inside", "plain values"])
-def test_a_checkpoint_made_to_do_harm(
-    inspect: Inspect, run: Path, tmp_path: Path, place: str, options: list[str]
-) -> None:
+def test_a_checkpoint_made_to_do_harm(inspect: Inspect, run: Path, tmp_path: Path, place: str) -> None:
     """Its table and its plain values are pickles, which are read as data alone."""
     checkpoint, bomb = run / "checkpoints" / "step-00000004", Bomb(tmp_path / "marker")
     file = checkpoint / ("common.pt" if place == "plain values" else ".metadata")
@@ -158,5 +165,223 @@ def test_a_checkpoint_made_to_do_harm(
         table.planner_data = bomb
         file.write_bytes(pickle.dumps(table))
     write_manifest(checkpoint, 4)
-    refused(inspect(run, *options), file, "holds more than")
+    refused(inspect(run), file, "holds more than")
     assert not (tmp_path / "marker").exists()
+
+
+# -- exports
+
+
+CASE = REFERENCE / "fanformer-untied-p0125"
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> Path:
+    config, tensors = read_reference(CASE)
+    folder = tmp_path / "export"
+    export_huggingface(
+        config, reference_to_megatron(tensors, config), folder, dtype=torch.bfloat16, max_shard_size="100KB"
+    )
+    return folder
+
+
+@pytest.fixture
+def reference(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(CASE, tmp_path / "reference"))
+
+
+def test_a_hugging_face_folder_in_shards(inspect: Inspect, exported: Path) -> None:
+    output = inspect(exported, "--verify")
+    assert (output.code, output.error) == (0, "")
+    assert f"{exported}: hf\n" in output.out
+    assert " p_ratio 0.125, activation none, bias yes, placement qkv\n" in output.out
+    assert "safetensors have no checksum of their bytes" in output.out
+    facts = json.loads(inspect(exported, "--json").out)
+    assert (facts["kind"], facts["dtype"], facts["tokenizer"]) == ("hf", "bfloat16", None)
+    assert len(facts["shards"]) > 2
+    assert facts["stored_parameters"] == sum(tensor.numel() for tensor in read_weights(exported).values())
+
+
+def test_a_tokenizer_and_its_chat_template_are_told(inspect: Inspect, exported: Path) -> None:
+    shutil.copy(TOKENIZER, exported / "tokenizer.json")
+    (exported / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    assert json.loads(inspect(exported, "--json").out)["tokenizer"] == "tokenizer.json"
+    assert json.loads(inspect(exported, "--json").out)["chat_template"] is True
+
+
+def test_a_reference_checkpoint(inspect: Inspect, reference: Path) -> None:
+    facts = json.loads(inspect(reference, "--verify", "--json").out)
+    config, tensors = read_reference(reference)
+    assert (facts["kind"], facts["dtype"], facts["tensors"]) == ("reference", "float32", len(tensors))
+    assert facts["model"]["parameters"] == config.num_parameters == facts["stored_parameters"]
+    assert facts["model"]["fan"]["p_ratio"] == 0.125
+
+
+def test_a_pickled_reference_checkpoint(inspect: Inspect, reference: Path) -> None:
+    weights = safetensors.torch.load_file(reference / "model.safetensors")
+    (reference / "model.safetensors").unlink()
+    torch.save(weights, reference / "model.pt")
+    output = inspect(reference, "--verify")
+    assert output.code == 0
+    assert "the CRC-32 of their bytes" in output.out
+    flip(reference / "model.pt", (reference / "model.pt").stat().st_size // 2)
+    refused(inspect(reference, "--verify"), "model.pt is damaged in its weights (CRC-32 of")
+
+
+def test_a_tensor_that_is_missing_or_of_another_shape(inspect: Inspect, reference: Path) -> None:
+    file, name = reference / "model.safetensors", "transformer.blocks.1.ff_out.weight"
+    weights = safetensors.torch.load_file(file)
+    whole = weights[name]
+    weights[name] = whole[:, 1:].contiguous()
+    safetensors.torch.save_file(weights, file)
+    refused(inspect(reference, "--verify"), f"has {name} of shape ", "where its model has")
+    del weights[name]
+    safetensors.torch.save_file(weights, file)
+    refused(inspect(reference, "--verify"), f"has {name} of shape none")
+
+
+# -- how far a run has come
+
+STEPS = 40
+PLAIN = [{"step": step, "loss": 9 - 0.1 * step, "tokens": 64 * step} for step in range(1, STEPS + 1)]
+METRICS = [{**entry, "tokens_per_second": 640.0, "step_seconds": 0.1} for entry in PLAIN]
+
+
+def write_run(run: Path, metrics: list[dict[str, Any]], *, steps: int | None = STEPS) -> Path:
+    write_config(run / "config.yaml", {"training": {"train_iters": steps}})
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(entry)}\n" for entry in metrics))
+    return run
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "run").mkdir()
+    return tmp_path / "run"
+
+
+def test_a_complete_run_is_summed_up(folder: Path, inspect: Inspect) -> None:
+    evaluated = {20: 6.5, 30: 6.25, 40: 7.0}
+    write_run(
+        folder,
+        [
+            {**entry, "validation_loss/pages": evaluated[entry["step"]]} if entry["step"] in evaluated else entry
+            for entry in METRICS
+        ],
+    )
+    save(folder, STEPS)
+    assert read_progress(folder) == {
+        **{"step": 40, "steps": 40, "state": "complete", "saved": 40, "tokens": 2560, "window": 10, "profiles": 0},
+        **{"first_loss": 8.9, "last_loss": 5.0, "smoothed_loss": pytest.approx(5.45)},
+        **{"validation": {"pages": evaluated}, "events": {}, "running": None, "seconds_left": None},
+        **{"tokens_per_second": 640.0, "step_seconds": 0.1},
+    }
+    (folder / "checkpoints" / "latest").unlink()
+    (folder / "checkpoints" / "step-00000040").rename(folder / "checkpoints" / "gone")
+    assert " pages (20 6.5, 30 6.25, 40 7)\n" in inspect(folder).out
+
+
+def test_a_run_that_goes_on_has_time_left(folder: Path) -> None:
+    write_run(folder, METRICS[:30])
+    assert read_progress(folder)["state"] == "nothing runs: train goes on from the beginning"
+    with run_lock(folder):
+        progress = read_progress(folder)
+    assert progress["seconds_left"] == pytest.approx(1.0)
+    assert progress["state"] == progress["running"] and progress["state"].startswith("runs on ")
+    assert read_progress(folder)["seconds_left"] is None
+
+
+def test_steps_that_were_not_saved_are_taken_again(folder: Path) -> None:
+    """A folder that was killed before its last checkpoint, or set back to an earlier one, is not complete."""
+    write_run(folder, METRICS)
+    newest = [save(folder, step) for step in (10, 20, 30)][-1]
+    assert read_progress(folder)["state"] == "nothing runs: train goes on from step 30"
+    (newest / run_folder.MEGATRON_METADATA).unlink()
+    assert read_progress(folder)["saved"] == 20
+    run_folder.point_to(newest.with_name("step-00000010"), [])
+    assert read_progress(folder)["saved"] == 10
+
+
+def test_perplexity_sets_events_and_profiles_are_told(folder: Path) -> None:
+    write_run(folder, [*METRICS[:3], {"step": 4, "skipped": "nan", "tokens": 256, "eval/c4/CrossEntropyLoss": 3.5}])
+    events = [(4, "skipped"), (4, "skipped"), (9, "computed_again"), (2, "rewound"), (5, "something else")]
+    (folder / "recovery.jsonl").write_text(
+        "".join(f'{{"step": {step}, "event": "{event}"}}\n' for step, event in events)
+    )
+    (folder / "traces/step-00000001-00000002").mkdir(parents=True)
+    progress = read_progress(folder)
+    assert progress["validation"] == {"c4": {4: 3.5}}
+    assert progress["events"] == {"skipped": [4], "computed_again": [9], "rewound": [2]}
+    assert progress["profiles"] == 1
+
+
+def test_what_cannot_be_read_is_left_out(folder: Path) -> None:
+    write_run(folder, [METRICS[0], {"step": 2, "loss": None}, {"step": 3, "skipped": "nan"}], steps=None)
+    with (folder / "metrics.jsonl").open("a") as stream:
+        stream.write('null\n{"step": "4"}\n{"step": 5, "lo')
+    progress = read_progress(folder)
+    assert (progress["step"], progress["steps"], progress["state"]) == (3, None, "nothing runs")
+    assert (progress["last_loss"], progress["window"], progress["step_seconds"]) == (8.9, 1, 0.1)
+    (folder / "config.yaml").write_text("[")
+    (folder / "metrics.jsonl").unlink()
+    progress = read_progress(folder)
+    assert (progress["step"], progress["first_loss"]) == (0, None)
+
+
+def test_the_losses_of_one_run_are_drawn(folder: Path, tmp_path: Path, inspect: Inspect) -> None:
+    picture = tmp_path / "losses.png"
+    write_run(folder, [])
+    assert "has no loss: the run has not taken a step" in inspect(folder, "--picture", picture).error
+    write_run(folder, METRICS)
+    assert inspect(folder, "--picture", picture).out == f"{picture}: the losses of {folder}\n"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "cannot be written" in inspect(folder, "--picture", tmp_path / "no" / "such" / "x.png").error
+    assert "is not a run's folder" in inspect(write_tokens(tmp_path / "tokens"), "--picture", picture).error
+
+
+def test_an_option_of_before_says_what_to_use(inspect: Inspect) -> None:
+    assert inspect("run", "--follow").error == "unknown argument --follow; use tail -f RUN/metrics.jsonl"
+
+
+# -- pictures
+
+
+@pytest.fixture
+def logged(tmp_path: Path) -> Path:
+    """A run's folder that holds its configuration and the metrics of six steps, of which two are looks."""
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(small_run("tokens", tmp_path / "run")))
+    with (tmp_path / "run" / "metrics.jsonl").open("w") as file:
+        for step in range(1, 7):
+            last = None if step == 6 else 0.5  # null is what was not finite
+            look = (
+                {name: [step / 10, number / 10, last] for number, name in enumerate(PHASE_PANELS)}
+                if step % 3 == 0
+                else {}
+            )
+            file.write(json.dumps({"step": step, "loss": 1.0, **look}) + "\n")
+    return tmp_path / "run"
+
+
+def test_a_run_is_drawn(inspect: Inspect, logged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *to, **how: (drawn.append(figure), save(figure, *to, **how)))
+    output = inspect(logged, "--phases", logged / "phases.png")
+    assert (output.code, output.error, output.out) == (0, "", f"{logged / 'phases.png'}: the phases of {logged}\n")
+    [figure] = drawn
+    panels = [axes for axes in figure.axes if axes.get_title()]
+    assert [axes.get_title() for axes in panels] == list(PHASE_PANELS.values())
+    for number, axes in enumerate(panels):
+        shown = axes.images[0].get_array().filled(np.nan)
+        np.testing.assert_array_equal(shown, [[0.3, 0.6], [number / 10, number / 10], [0.5, np.nan]])
+        assert [label.get_text() for label in axes.get_xticklabels()] == ["3", "6"]
+        assert (axes.images[0].get_clim() == (0, 1)) == axes.get_title().startswith("share")
+    assert image.imread(logged / "phases.png").shape == (1080, 1320, 4)
+
+
+def test_a_run_without_phase_health_has_no_picture(inspect: Inspect, logged: Path) -> None:
+    (logged / "metrics.jsonl").unlink()
+    assert "has no phase health: the run has not reached" in inspect(logged, "--phases", logged / "phases.png").error
+    assert (
+        "argument --step: not allowed with argument --phases"
+        in inspect(logged, "--phases", "phases.png", "--step", "0").error
+    )

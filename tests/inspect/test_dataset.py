@@ -1,12 +1,15 @@
 """Token files described and verified: by prefix, by file, as a blend, in parts; and everything that may differ."""
 
 import json
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from megatron_fanformer.data.manifest import (
@@ -18,6 +21,7 @@ from megatron_fanformer.data.manifest import (
     read_any_manifest,
 )
 from megatron_fanformer.durable_files import sha256_of
+from tests.data.chat_making import made_up_chats
 from tests.inspect.conftest import TOKENIZER, Inspect, Prepared, Said
 from tests.inspect.making import (
     random_documents,
@@ -28,6 +32,7 @@ from tests.inspect.making import (
     write_pair,
     write_part_manifest,
 )
+from tests.prepare.making import prepare_files
 
 # -- described
 
@@ -185,3 +190,62 @@ def test_a_manifest_that_is_damaged_or_missing(inspect: Inspect, pair: Prepared)
 def test_counts_that_differ(inspect: Inspect, pair: Prepared, changes: dict[str, Any], printed: str) -> None:
     agree_again(pair.prefix, **changes)
     refused(inspect(pair.prefix, "--verify"), f"{pair.prefix}.manifest.json", printed)
+
+
+# -- conversations
+
+CHATS = 30
+
+
+@pytest.fixture(scope="module")
+def prepared_chats(tmp_path_factory: pytest.TempPathFactory, small_tokenizer_file: Path) -> Path:
+    """A folder with the prefixes `pair` and `rows`, of thirty lines and one that is refused."""
+    folder = tmp_path_factory.mktemp("chats")
+    lines = [*(json.dumps({"messages": messages}) for messages in made_up_chats(CHATS)), "{"]
+    (folder / "chats.jsonl").write_text("\n".join(lines))
+    for name, form in (("pair", "megatron"), ("rows", "npy")):
+        chat = {"chat": True, "chat_template": "olmo", "max_tokens": 400}
+        prepare_files(str(folder / name), [folder / "chats.jsonl"], small_tokenizer_file, format=form, **chat)
+    return folder
+
+
+@pytest.fixture
+def copied(prepared_chats: Path, tmp_path: Path) -> Path:
+    """The same files, which a test may change."""
+    return Path(shutil.copytree(prepared_chats, tmp_path, dirs_exist_ok=True))
+
+
+@pytest.mark.parametrize(("name", "kind"), [("pair.mask.bin", "chats"), ("rows/", "chat rows")])
+def test_what_chats_hold(inspect: Inspect, prepared_chats: Path, name: str, kind: str) -> None:
+    facts = json.loads(inspect(f"{prepared_chats}/{name}", "--json").out)
+    mask = np.fromfile(prepared_chats / ("pair.mask.bin" if kind == "chats" else "rows/label_mask.npy"), np.uint8)
+    assert (facts["kind"], facts["format"], facts["documents"]) == ("token files", kind, CHATS)
+    assert (facts["tokens"], facts["learned_tokens"]) == (len(mask), mask.sum())
+    assert facts["ledger"]["rows"] == CHATS + 1
+
+
+def test_a_folder_of_olmos_script_has_no_manifest(inspect: Inspect, tmp_path: Path) -> None:
+    np.arange(4096, dtype="<u2").tofile(tmp_path / "input_ids.npy")
+    np.tile(np.arange(2048) % 512 == 9, 2).tofile(tmp_path / "label_mask.npy")
+    facts = json.loads(inspect(tmp_path, "--json").out)
+    assert (facts["documents"], facts["longest"], facts["learned_tokens"]) == (2, 1536 + 10, 8)
+
+
+@pytest.mark.parametrize("name", ["pair", "rows"])
+def test_chats_are_intact(inspect: Inspect, prepared_chats: Path, name: str) -> None:
+    output = inspect(prepared_chats / name, "--verify")
+    assert output.code == 0 and "agree on 30 documents" in output.out
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "output"),
+    [
+        ("rows", lambda folder: flip(folder / "rows/label_mask.npy", 3), "label_mask.npy has SHA-256 "),
+        ("pair", lambda folder: agree_again(folder / "pair", documents=7), "documents and those of its index"),
+    ],
+)
+def test_damage_of_chats_is_named(
+    inspect: Inspect, copied: Path, name: str, damage: Callable[[Path], object], output: str
+) -> None:
+    damage(copied)
+    refused(inspect(copied / name, "--verify"), output)

@@ -1,5 +1,6 @@
 """`inspect --step` against training itself: the batches that a run recorded, and the documents that they are of."""
 
+import gzip
 import json
 import shutil
 from pathlib import Path
@@ -7,13 +8,18 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from megatron_fanformer.cli import main
+from megatron_fanformer.data import remote_files
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.durable_files import sha256_of
-from megatron_fanformer.inspect.step import describe_step
+from megatron_fanformer.inspect.step import describe_step, step_lines
 from megatron_fanformer.train.config import config_from_dict
+from tests.chat_pairs import random_chats, write_chats
+from tests.conftest import SAMPLES
+from tests.data.failing_stores import planned
 from tests.inspect.conftest import TOKENIZER, Inspect
-from tests.inspect.making import random_documents, write_ledger, write_manifest, write_npy, write_pair
-from tests.small_runs import VOCAB_SIZE, RunOnRanks, small_run, write_config
+from tests.inspect.making import LINES_A_SHARD, random_documents, write_ledger, write_manifest, write_npy, write_pair
+from tests.small_runs import VOCAB_SIZE, RunOnRanks, small_run, write_config, write_tokens
 
 STEPS = 3
 BATCH = {"train_iters": STEPS, "global_batch_size": 8, "micro_batch_size": 2}
@@ -266,10 +272,10 @@ def test_tokens_of_another_tokenizer_are_named_once(inspect: Inspect, texts: Tex
         (["{config}", "--step", "0"], "--step is 0; the run has steps 1 to 3 (training.train_iters)"),
         (["{docs}", "--step", "1"], "--step needs the configuration that trains on them; add --config FILE"),
         (["{other}", "--step", "1", "--config", "{config}"], "is not in the configuration's data.train_data"),
-        (["{config}", "--step", "1", "--verify"], "--verify has no effect with --step"),
+        (["{config}", "--step", "1", "--verify"], "argument --verify: not allowed with argument --step"),
         (["{config}", "--step", "1", "--training.micro_batch_size", "3"], "is not a multiple of micro batch size"),
         (["{docs}", "--config", "{config}"], "--config has no effect without --step"),
-        (["{docs}", "--speed", "3"], "--speed has no effect without --step"),
+        (["{docs}", "--speed", "3"], "--speed has no effect without --index or --step"),
     ],
 )
 def test_a_step_that_cannot_be_shown(
@@ -280,3 +286,145 @@ def test_a_step_that_cannot_be_shown(
     found = inspect(*(argument.format(**places) for argument in arguments))
     assert (found.code, found.out) == (2, "")
     assert output in found.error
+
+
+# -- conversations
+
+
+def test_a_step_shows_its_conversations_and_what_of_them_is_learned(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
+    chats = random_chats(80, vocab_size=VOCAB_SIZE, longest=20)
+    prefix = write_chats(tmp_path / "chats", chats)
+    write_ledger(tmp_path / "chats", [ids for ids, _ in chats])
+    values = small_run(
+        prefix,
+        tmp_path / "run",
+        data={"format": "sft", "train_data": [prefix]},
+        parallel={"data_parallel_size": 2},
+        schedule=NO_WARMUP,
+        training=BATCH,
+    )
+    taken = dict(run_on_ranks(2, recorded_batches, values))
+    micro_batches = BATCH["global_batch_size"] // (2 * BATCH["micro_batch_size"])
+    for step in range(1, BATCH["train_iters"] + 1):
+        report = describe_step(config_from_dict(values), step, full=True)
+        for batch in report["micro_batches"]:
+            recorded = taken[batch["data_parallel_rank"]][(step - 1) * micro_batches + batch["micro_batch"]]
+            for sample, of_run in zip(batch["samples"], recorded, strict=True):
+                check_sample(sample["passages"], of_run, chats)
+    text = "\n".join(step_lines(report))
+    assert "chats.0.jsonl.gz:" in text
+    assert all(f"learned {begin}:{end}" in text for begin, end in sample["passages"][0]["learned"])
+
+
+def check_sample(passages: list[dict[str, Any]], of_run: Recorded, chats: list[Any]) -> None:
+    position = 0
+    for passage in passages:
+        document, length = passage["document"], passage["length"]
+        ids, learned = chats[LINES_A_SHARD * int(document["shard"].split(".")[1]) + document["line"] - 1]
+        assert passage["ids"] == list(ids[:length]) == of_run.tokens[position : position + length]
+        mask = [any(begin <= place < end for begin, end in passage["learned"]) for place in range(length)]
+        assert mask == list(learned[:length])
+        assert of_run.loss_mask[position : position + length] == [*map(float, mask[1:]), 0.0]
+        position += length
+    assert not any(of_run.tokens[position:]) and not any(of_run.loss_mask[position:])
+
+
+# -- the index cache
+
+
+def test_what_a_start_looks_up_is_made_beforehand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The start makes no index anew."""
+    tokens = write_tokens(tmp_path / "tokens")
+    values = small_run(
+        tokens, tmp_path / "run", data={"stages": {"from step 5": [tokens]}, "cache_path": str(tmp_path)}
+    )
+    file = write_config(tmp_path / "run.yaml", values)
+    assert main(["inspect", str(file), "--index"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}: ready for {file}\n"
+    made = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    assert len(list(tmp_path.glob("*/complete.json"))) == 1
+    assert main(["inspect", str(file), "--index"]) == 0
+    assert made == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+
+
+def test_a_folder_of_tokens_is_no_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "tokens", "--index"]) == 2
+    assert "tokens is no configuration file (.yaml)" in capsys.readouterr().err
+
+
+# -- from documents to a step
+
+END = "<|endoftext|>"
+
+
+def prepared(folder: Path, *options: str) -> Path:
+    """The sample documents as token files; their prefix."""
+    prefix = folder / "docs"
+    inputs = str(SAMPLES / "dolma")
+    arguments = [inputs, "--output", str(prefix), "--tokenizer", str(TOKENIZER), "--workers", "1", *options]
+    assert main(["prepare", *arguments]) == 0
+    return prefix
+
+
+@pytest.mark.parametrize(
+    ("options", "data"),
+    [
+        ([], "{prefix}"),
+        (["--format", "npy"], "{prefix}.npy"),
+    ],
+    ids=["pair", "npy"],
+)
+def test_a_step_leads_back_to_the_documents(inspect: Inspect, tmp_path: Path, options: list[str], data: str) -> None:
+    prefix = prepared(tmp_path, *options)
+    assert inspect(prefix, "--verify").code == 0
+    assert inspect(data.format(prefix=prefix), "--verify").code == 0
+    values = small_run(
+        data.format(prefix=prefix),
+        tmp_path / "run",
+        model={"vocab_size": 50_280, "seq_length": 512},
+        training={"train_iters": 2, "global_batch_size": 8},
+    )
+    config = write_config(tmp_path / "run.yaml", values)
+    shown = inspect(prefix, "--config", config, "--step", 2, "--full", "--json")  # the tokenizer is the manifest's
+    assert (shown.code, shown.error) == (0, "")
+    step = json.loads(shown.out)
+    samples = [sample for batch in step["micro_batches"] for sample in batch["samples"]]
+    passages = [passage for sample in samples for passage in sample["passages"]]
+    assert len(samples) == 8
+    assert len(passages) > 8
+    for passage in passages:
+        document = passage["document"]
+        lines = gzip.decompress(Path(document["shard"]).read_bytes()).splitlines()
+        line = json.loads(lines[document["line"] - 1])
+        assert (document["id"], document["source"]) == (line.get("id"), line.get("source"))
+        assert passage["text"].strip("\ufffd") in line["text"] + END
+        if document["first_token"] == 0:
+            assert line["text"].startswith(passage["text"].removesuffix(END).rstrip("\ufffd"))
+
+
+def test_token_files_on_another_store_are_shown_and_verified_as_here(
+    inspect: Inspect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    prefix = prepared(tmp_path)
+
+    def shown(place: str, *options: str) -> str:
+        remote_files.forget()
+        found = inspect(place, *options)
+        assert found.error == ""
+        return found.out.replace(url, str(tmp_path))
+
+    with planned(tmp_path) as url:
+        assert shown(f"{url}/docs", "--verify") == shown(f"{tmp_path}/docs", "--verify")
+        ledger, tokens = (prefix.with_name(f"docs{suffix}") for suffix in (".ledger.parquet", ".bin"))
+        for file in (ledger, tokens):
+            sound = file.read_bytes()
+            file.write_bytes(sound[:-9] + b"\xee" + sound[-8:])
+            remote_files.forget()
+            found = inspect(f"{url}/docs", "--verify")
+            assert (found.code, found.error.split(" ")[0]) == (3, f"{url}/{file.name}")
+            file.write_bytes(sound)
+        tokens.unlink()
+        remote_files.forget()
+        found = inspect(f"{url}/docs", "--verify")
+        assert found.code == 3 and f"{url}/docs.bin, which its manifest lists, is not there" in found.error

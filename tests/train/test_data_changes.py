@@ -14,7 +14,7 @@ from megatron_fanformer.checkpoint.stored_files import SavedProgress
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.inspect.checkpoint import describe_run
-from megatron_fanformer.inspect.verb import InspectOptions, inspect_step
+from megatron_fanformer.inspect.step import inspect_step
 from megatron_fanformer.train.config import config_from_dict
 from megatron_fanformer.train.metrics import read_metrics
 from megatron_fanformer.train.preflight import RunStart, find_start
@@ -90,10 +90,10 @@ def test_a_replaced_file_is_refused_or_its_change_recorded(
     run = Path(half["training"]["run_dir"])
     for path in (run, run_folder.latest_checkpoint(run)):  # whose configuration has the new data
         with pytest.raises(InputError, match=r"after step 4 \(.*other files.* name a checkpoint of step 1 to 4, or"):
-            inspect_step(InspectOptions(path=str(path), step=4))
-        inspect_step(InspectOptions(path=str(path), step=5))
-        inspect_step(InspectOptions(path=str(path), step=4, config=run / "config.yaml"))
-    inspect_step(InspectOptions(path=str(run / "checkpoints" / run_folder.checkpoint_name(4)), step=4))
+            inspect_step(str(path), 4)
+        inspect_step(str(path), 5)
+        inspect_step(str(path), 4, run / "config.yaml")
+    inspect_step(str(run / "checkpoints" / run_folder.checkpoint_name(4)), 4)
     (checkpoint,) = describe_run(run)["parts"]
     assert checkpoint["data"] == allowed.identity.as_plain()
     # The former data stay those of the steps before, by their own name, after one more start, too.
