@@ -80,38 +80,17 @@ def convert_checkpoint(
             f"the model in {source} has {foreign}, which the authors' format has not; convert it to hf or megatron"
         )
     goal = _with_vocabulary(opened.config, to, padded_vocab_size)
-    stated_tokenizer = tokenizer_file(tokenizer) if tokenizer else None
-    if to == "megatron" and (tokenizer or opened.tokenizer) is None and eod_id is not None:
-        raise InputError(
-            f"--eod-id {eod_id} has no effect with --to megatron and no tokenizer to keep it beside; name one by "
-            "--tokenizer, or leave it out"
-        )
-    end_id = _end_of_text_id(eod_id, opened, goal, has_tokenizer=tokenizer is not None)
-    if stated_tokenizer:
-        size = load_tokenizer(stated_tokenizer, eod_id=end_id, needs_eod=to != "megatron").vocab_size
-        check_fits(stated_tokenizer, size, goal.vocab_size)
-    extras = Extras(
-        name=destination.name,
-        tokenizer=stated_tokenizer or opened.tokenizer,
-        chat_template=None if to == "reference" else _chat_template(stated_tokenizer, opened),
-        eod_id=end_id,
-        max_shard_size=max_shard_size,
-        training=training_record(opened.format, opened.path, opened.run) if to == "hf" else "",
-    )
+    extras = _extras(opened, goal, to, destination.name, tokenizer=tokenizer, eod_id=eod_id)
+    extras = dataclasses.replace(extras, max_shard_size=max_shard_size)
     used: set[str] = set()
 
     def load(name: str) -> Tensor:
         used.add(name)
         return opened.tensors[name]
 
-    converted = convert(
-        LazyTensors(opened.tensors.meta, load),
-        opened.config,
-        opened.format,
-        to,
-        target_config=goal,
-        dtype=DTYPES[dtype] if dtype else None,
-    )
+    tensors = LazyTensors(opened.tensors.meta, load)
+    rounded_to = DTYPES[dtype] if dtype else None
+    converted = convert(tensors, opened.config, opened.format, to, target_config=goal, dtype=rounded_to)
     if dtype is None:
         _check_formats(opened)
     with removed_means_input_error([opened.path]), lock_of_run(destination), new_folder(destination) as folder:
@@ -135,19 +114,35 @@ def convert_checkpoint(
     return Conversion(checks, list(_notes(opened, rows, to, extras)))
 
 
-def _end_of_text_id(
-    stated: int | None, source: Checkpoint, goal: FANformerConfig, *, has_tokenizer: bool
-) -> int | None:
-    """Return the id that ends a text: the stated one, or else the source's; None: the tokenizer's.
+def _extras(
+    source: Checkpoint, goal: FANformerConfig, to: Format, name: str, *, tokenizer: Path | None, eod_id: int | None
+) -> Extras:
+    """Return the files and facts that go beside the tensors.
 
     Raises:
-        InputError: it is outside the vocabulary.
+        InputError: the tokenizer is missing, unreadable or does not fit, or the end-of-text id has no effect or is
+            outside the vocabulary.
     """
-    end_id = source.end_of_text_id if stated is None and not has_tokenizer else stated
+    if to == "megatron" and (tokenizer or source.tokenizer) is None and eod_id is not None:
+        raise InputError(
+            f"--eod-id {eod_id} has no effect with --to megatron and no tokenizer to keep it beside; name one by "
+            "--tokenizer, or leave it out"
+        )
+    stated_tokenizer = tokenizer_file(tokenizer) if tokenizer else None
+    end_id = source.end_of_text_id if eod_id is None and tokenizer is None else eod_id
     if end_id is not None and not 0 <= end_id < goal.vocab_size:
-        named = f"the end-of-text id of {source.path} is {end_id}, which" if stated is None else f"--eod-id {end_id}"
+        named = f"the end-of-text id of {source.path} is {end_id}, which" if eod_id is None else f"--eod-id {end_id}"
         raise InputError(f"{named} is outside the model's vocabulary; state one of [0, {goal.vocab_size}) by --eod-id")
-    return end_id
+    if stated_tokenizer:
+        size = load_tokenizer(stated_tokenizer, eod_id=end_id, needs_eod=to != "megatron").vocab_size
+        check_fits(stated_tokenizer, size, goal.vocab_size)
+    return Extras(
+        name=name,
+        tokenizer=stated_tokenizer or source.tokenizer,
+        chat_template=None if to == "reference" else _chat_template(stated_tokenizer, source),
+        eod_id=end_id,
+        training=training_record(source.format, source.path, source.run) if to == "hf" else "",
+    )
 
 
 def _chat_template(tokenizer: Path | None, source: Checkpoint) -> str | None:

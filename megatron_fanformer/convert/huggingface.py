@@ -1,14 +1,13 @@
-"""Folders as transformers opens them: written from Megatron tensors, and read back.
+"""Folders for transformers: written, and read back.
 
-An export is self-contained. It holds the model's code, that of `megatron_fanformer.hf` copied verbatim, so
-that `trust_remote_code=True` opens it where this package is not installed.
+An export holds the model's code, a verbatim copy of `megatron_fanformer.hf`, so that `trust_remote_code=True` opens it
+where this package is not installed.
 """
 
 import dataclasses
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,14 +42,14 @@ SAME_FIELDS = {
     "rms_norm_eps": "layernorm_epsilon",
     "use_qk_norm": "qk_layernorm",
 }
-"""Fields of ours that have the same value in transformers, by transformers' names."""
+"""Our fields by transformers' names, of the same values."""
 _PLAIN, _YARN = {"rope_theta", "rope_type"}, {field.name for field in dataclasses.fields(RopeScalingConfig)}
 ROPE_KEYS = {"default": _PLAIN, "linear": _PLAIN | {"factor"}, "yarn": _PLAIN | _YARN}
-"""Keys of transformers' `rope_parameters` by `rope_type`, as far as the trainer has them."""
+"""The keys of transformers' `rope_parameters` that the trainer has, by `rope_type`."""
 
 
 def write_huggingface(folder: Path, config: FANformerConfig, tensors: Mapping[str, Tensor], extras: Extras) -> None:
-    """Fill an empty folder; `tensors` are transformers', and are requested one at a time.
+    """Write an export into an empty folder; `tensors` have transformers' names, and are requested one at a time.
 
     Raises:
         InputError: the tokenizer cannot be written or does not fit the model, or the shard size is invalid.
@@ -60,7 +59,11 @@ def write_huggingface(folder: Path, config: FANformerConfig, tensors: Mapping[st
     if extras.tokenizer is not None:
         size, end_ids = write_tokenizer(folder, extras, model_max_length=config.seq_length)
         check_fits(extras.tokenizer, size, config.vocab_size)
-    _write_configuration(folder, config, next(iter(meta_of(tensors).values())).dtype, end_id)
+    written = to_huggingface_config(config, end_id)
+    written.architectures = ["FANformerForCausalLM"]
+    written.auto_map = AUTO_MAP
+    written.dtype = next(iter(meta_of(tensors).values())).dtype
+    written.to_json_file(str(folder / CONFIG_JSON), use_diff=False)
     GenerationConfig(eos_token_id=end_ids if len(end_ids) > 1 else end_id, pad_token_id=end_id).save_pretrained(folder)
     for module in (configuration_fanformer, modeling_fanformer):
         shutil.copyfile(str(module.__file__), folder / Path(str(module.__file__)).name)
@@ -71,7 +74,7 @@ def write_huggingface(folder: Path, config: FANformerConfig, tensors: Mapping[st
 def open_huggingface(folder: Path) -> tuple[FANformerConfig, LazyTensors]:
     """Return a folder's configuration and its tensors under transformers' names, read one by one.
 
-    The vocabulary is padded to Megatron's usual multiple, whatever it was padded to before the export.
+    The vocabulary is padded to Megatron's usual multiple, whichever it was before the export.
 
     Raises:
         InputError: not a FANformer for transformers, or an impossible configuration.
@@ -83,9 +86,9 @@ def open_huggingface(folder: Path) -> tuple[FANformerConfig, LazyTensors]:
 
 
 def stated_model(folder: Path) -> tuple[FANformerConfig, torch.dtype, int | None]:
-    """Return the model that a folder's configuration states, its weights' type, and the id that ends a text.
+    """Return the model in a folder's configuration, its weights' type (float32 by default), and the end-of-text id.
 
-    It is not checked against any weights, which need not exist. The type is float32 where none is stated.
+    The weights are not read, and need not exist.
 
     Raises:
         InputError: not a FANformer for transformers, or an impossible configuration.
@@ -97,7 +100,7 @@ def stated_model(folder: Path) -> tuple[FANformerConfig, torch.dtype, int | None
 
 
 def stated_end_of_text_id(folder: Path) -> int | None:
-    """Return the id that ends a text, if a folder's configuration states one; raises as `stated_model`."""
+    """Return the id that ends a text, if a folder's configuration states one."""
     return _end_of_text_id(_stated_config(folder))
 
 
@@ -134,30 +137,25 @@ def _checked_config(folder: Path, stated: HuggingFaceConfig, tensors: Mapping[st
 
 def to_huggingface_config(config: FANformerConfig, end_of_text_id: int | None = None) -> HuggingFaceConfig:
     """Return transformers' configuration of the same model, without vocabulary padding."""
-    values_own = {"v_p_ratio": config.fan.value_p_ratio} if config.placement.has_own_values else {}
+    scaling = {field.name: getattr(config.rope_scaling, field.name) for field in dataclasses.fields(RopeScalingConfig)}
+    changed = {name: value for name, value in scaling.items() if value != getattr(RopeScalingConfig(), name)}
     return HuggingFaceConfig(
         **{theirs: getattr(config, ours) for theirs, ours in SAME_FIELDS.items()},
         num_key_value_heads=config.query_groups,
-        rope_parameters={"rope_theta": float(config.rotary_base), **_to_rope_scaling(config.rope_scaling)},
+        rope_parameters={"rope_theta": float(config.rotary_base), **changed},
         p_ratio=config.fan.p_ratio,
         fan_activation=config.fan.activation,
         fan_bias=config.fan.bias,
         fan_placement=config.fan.placement,
-        **values_own,
+        **({"v_p_ratio": config.fan.value_p_ratio} if config.placement.has_own_values else {}),
         tie_word_embeddings=not config.untie_embeddings_and_output_weights,
         eos_token_id=end_of_text_id,
         pad_token_id=end_of_text_id,
     )
 
 
-def _to_rope_scaling(scaling: RopeScalingConfig) -> dict[str, Any]:
-    """Return the fields of scaled positions that differ from transformers' defaults."""
-    stated = {field.name: getattr(scaling, field.name) for field in dataclasses.fields(scaling)}
-    return {name: value for name, value in stated.items() if value != getattr(RopeScalingConfig(), name)}
-
-
 def from_huggingface_config(stated: HuggingFaceConfig) -> FANformerConfig:
-    """Return the model's configuration here; the vocabulary is padded to Megatron's usual multiple."""
+    """Return our configuration of the same model; the vocabulary is padded to Megatron's usual multiple."""
     v_p_ratio = stated.value_p_ratio if PLACEMENTS[stated.fan_placement].has_own_values else None
     fan = FANConfig(
         p_ratio=stated.p_ratio,
@@ -175,11 +173,3 @@ def from_huggingface_config(stated: HuggingFaceConfig) -> FANformerConfig:
         untie_embeddings_and_output_weights=not stated.tie_word_embeddings,
         fan=fan,
     )
-
-
-def _write_configuration(folder: Path, config: FANformerConfig, dtype: torch.dtype, end_of_text_id: int | None) -> None:
-    written = to_huggingface_config(config, end_of_text_id)
-    written.architectures = ["FANformerForCausalLM"]
-    written.auto_map = AUTO_MAP
-    written.dtype = dtype
-    written.to_json_file(str(folder / CONFIG_JSON), use_diff=False)

@@ -1,16 +1,15 @@
-"""Checkpoints of stock Megatron-LM, in its format `torch_dist`, of a model that our layer spec made: read alone.
+"""Checkpoints of stock Megatron-LM in its format `torch_dist`, of a model of our layer spec; they are only read.
 
     latest_checkpointed_iteration.txt    the iteration of the latest
     iter_0001000/.metadata, *.distcp     table and tensors, as in our own checkpoints
-    iter_0001000/common.pt               the arguments, as Megatron-LM's parser left them, and the progress; from
-                                         megatron-core 0.19 on they are among the tensors
+    iter_0001000/common.pt               the parsed arguments, and the progress; from megatron-core 0.19 on they are
+                                         among the tensors
 
-Its tensors differ from ours in three ways. The layers are stacked along a first axis, in one tensor of each kind (apart
-only where Megatron-LM was set to do so). A norm that Transformer Engine fuses into the map behind it has that map's
-name, where the layers are Megatron-LM's own. And no file states the model: its fields are among the arguments, or in
-the weights' shapes; the activation of FAN's linear rows is in neither, but in the spec, which is code. Of a HybridModel
-each layer is two, the attention and the MLP (`*-` repeated in --hybrid-layer-pattern), and the final norm has another
-name.
+There are four differences from our checkpoints. Layers are stacked along a first axis, in one tensor of each kind,
+unless Megatron-LM was set to keep them apart. In Megatron-LM's own layers, a norm that Transformer Engine fuses into
+the map behind it has that map's name. In a HybridModel each of our layers is two, attention and MLP (`*-` repeated in
+--hybrid-layer-pattern), and the final norm has another name. No file states the model: its fields are in the arguments,
+or in the weights' shapes; the activation of FAN's linear rows is in neither, but in the spec, which is code.
 """
 
 import re
@@ -54,21 +53,21 @@ RECORDED = (
     "schedule.lr_warmup_iters",
     "data.split",
 )
-"""Fields of our own runs that a model card shows, by Megatron's names."""
+"""The fields that a model card shows, by Megatron's names."""
 
 Run = tuple[dict[str, Any], SavedProgress]
-"""A run's configuration, as far as a model card shows it, and its progress."""
+"""The `RECORDED` fields of a run's configuration, in sections, and its progress."""
 
 
 def open_megatron_lm(
     folder: Path, config: Path | None = None
 ) -> tuple[FANformerConfig, LazyTensors, tuple[str, ...], tuple[str, ...], Run | None]:
-    """Return the last fields of a `Checkpoint`, from its model on, for one iteration's checkpoint.
+    """Return model, tensors, unconverted files, notes and run of one iteration's checkpoint.
 
-    The tensors have our own names, one for each layer, and are read on request.
+    The tensors have our names, one for each layer, and are read on request.
 
     Args:
-        config: a configuration file; the fields in its section `model` come before what the checkpoint states.
+        config: a configuration file, whose section `model` overrides the checkpoint's fields.
 
     Raises:
         InputError: the model cannot be built here (all reasons at once), or a field of it is not known.
@@ -98,7 +97,7 @@ def open_megatron_lm(
 
 
 def _one_for_each_layer(folder: Path, stored: StoredTensors, weights: list[str]) -> LazyTensors:
-    """Return the weights under our names, each read out of its stack."""
+    """Return the weights under our names; each layer's are read out of their stack."""
     places: dict[str, tuple[str, int | None]] = {}
     is_hybrid = HYBRID_NORM in weights
     for name in weights:
@@ -136,7 +135,7 @@ def _own_name(layer: int, rest: str) -> str:
 
 
 def _arguments(common: Any) -> Arguments:
-    """Return the arguments by name; none where whoever saved the checkpoint left them out."""
+    """Return the arguments by name; empty if the checkpoint was saved without them."""
     namespace = common.get("args") if isinstance(common, dict) else None
     arguments = namespace.state if isinstance(namespace, Record) else None
     return arguments if isinstance(arguments, dict) else {}
@@ -177,22 +176,22 @@ def _with_end_of_text(arguments: Arguments, rows: int) -> Arguments:
 
 
 def _fan(folder: Path, arguments: Arguments, stated: Mapping[str, Any], shapes: Mapping[str, Tensor]) -> Any:
-    """Return the fields of FAN that the tensors show, under those that the user states."""
+    """Return the fields of FAN that the tensors show, overridden by those that the user states."""
     seen = fan_of_tensors({name: tuple(tensor.shape) for name, tensor in shapes.items()})
-    of_user = stated.get("fan") or {}
-    if not isinstance(of_user, dict):
-        return of_user  # refused with the rest
-    if seen.p_ratio is not None and arguments.get("spec") not in SPECS and "activation" not in of_user:
+    stated_fan = stated.get("fan") or {}
+    if not isinstance(stated_fan, dict):
+        return stated_fan  # refused with the rest
+    if seen.p_ratio is not None and arguments.get("spec") not in SPECS and "activation" not in stated_fan:
         spec = arguments.get("spec")
         named = " ".join(map(str, spec)) if isinstance(spec, list) else "not known"
         raise InputError(
             f"what acts on FAN's linear rows in {folder} is in its layer spec ({named}), which is code and not read; "
             "add --config FILE, with model: {fan: {activation: none}} (or gelu) in it"
         )
-    stated = {name: value for name, value in seen._asdict().items() if value is not None}
+    fields = {name: value for name, value in seen._asdict().items() if value is not None}
     if seen.v_p_ratio == seen.p_ratio:
-        stated.pop("v_p_ratio", None)
-    return {**stated, **of_user}
+        fields.pop("v_p_ratio", None)
+    return {**fields, **stated_fan}
 
 
 # -- notes and the run

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable, Sequence
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,31 +71,38 @@ def merge_checkpoints(
 
         meta = {name: tensor.to(number_format) for name, tensor in opened[0].meta.items()}
         read_in = [" and ".join(sorted(map(_name, kinds))) for kinds in types]
+        rows = list(zip(sources, shares, read_in, strict=True))
         with lock_of_run(output), new_folder(output) as folder:
             write_checkpoint("megatron", folder, model, LazyTensors(meta, average), extras)
             receipt = {
-                "sources": [
-                    {
-                        "path": origin,
-                        "step": run_folder.step_of(path),
-                        "weight": share,
-                        "read_in": kinds,
-                        "manifest_sha256": sha256_of(file) if (file := path / MANIFEST).is_file() else None,
-                    }
-                    for (path, origin), share, kinds in zip(sources, shares, read_in, strict=True)
-                ],
+                "sources": [_source(path, origin, share, kinds) for (path, origin), share, kinds in rows],
                 "summed_in": "float64",
                 "destination": side(open_checkpoint(folder), output, hashed=True),
                 "versions": versions(),
             }
             (folder / RECEIPT).write_text(json.dumps(receipt, indent=1) + "\n")
-    rows = [(origin, f"{share:.4g}", kinds) for (_, origin), share, kinds in zip(sources, shares, read_in, strict=True)]
     return [
         f"wrote {output}",
-        *table(("averaged", "weight", "read in"), rows, align="lrl"),
+        *table(
+            ("averaged", "weight", "read in"),
+            [(origin, f"{share:.4g}", kinds) for (_, origin), share, kinds in rows],
+            align="lrl",
+        ),
         f"{len(meta)} tensors, summed in float64, written as {_name(number_format)}; {RECEIPT} has the sources",
         "left out: the optimizer's state; training on the average starts with a fresh one",
     ]
+
+
+def _source(path: Path, origin: str, share: float, read_in: str) -> dict[str, Any]:
+    """Return the receipt's entry of one averaged checkpoint."""
+    manifest = path / MANIFEST
+    return {
+        "path": origin,
+        "step": run_folder.step_of(path),
+        "weight": share,
+        "read_in": read_in,
+        "manifest_sha256": sha256_of(manifest) if manifest.is_file() else None,
+    }
 
 
 def _average(parts: Iterable[tuple[Tensor, float]], dtype: torch.dtype) -> Tensor:

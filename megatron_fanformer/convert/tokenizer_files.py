@@ -1,16 +1,15 @@
-"""Tokenizer files that `AutoTokenizer` opens anywhere, giving the ids that the model was trained on.
+"""Tokenizer files that `AutoTokenizer` opens anywhere, with the ids that the model was trained on.
 
-A Hugging Face `tokenizer.json` is copied, but for a post-processor that puts special tokens around a text: preparation
-and generation add none, so that a model has not learned from them. A sentencepiece byte-pair model is rewritten as
-one, exactly:
+A Hugging Face `tokenizer.json` is copied, without a post-processor that puts special tokens around a text: preparation
+and generation add none. A sentencepiece byte-pair model is rewritten as a `tokenizer.json`, exactly:
 
-- its pieces keep their ids, and every way to make a piece from two others becomes a merge, ranked by the
-  piece's score, since sentencepiece merges the neighbours that make the highest-scoring piece;
+- its pieces keep their ids, and every pair of pieces that makes a piece becomes a merge, ranked by the piece's score:
+  sentencepiece merges the neighbours that make the highest-scoring piece;
 - sentencepiece writes a space as U+2581 inside its pieces. Here the pieces hold the space itself, so that no
-  normaliser is needed, and a literal U+2581 in a text is encoded by its bytes, as in this project's own encoding;
-- control pieces stay special tokens, which transformers finds inside a text unless it is told to split them.
+  normaliser is needed, and a literal U+2581 in a text is encoded by its bytes, as in this project's encoding;
+- control pieces stay special tokens, which transformers recognises inside a text unless `split_special_tokens` is set.
 
-What was written is read back and compared with the original on sample texts before it is published.
+The written files are read back and compared with the original on sample texts before they are published.
 """
 
 import json
@@ -49,10 +48,11 @@ SAMPLE_TEXTS = (
 
 
 def write_tokenizer(folder: Path, extras: Extras, *, model_max_length: int) -> tuple[int, list[int]]:
-    """Write the files of the tokenizer in `extras` (a `tokenizer.json` or sentencepiece `.model`) into `folder`.
+    """Write the files of a tokenizer (`tokenizer.json` or sentencepiece `.model`) into a folder.
 
-    Returns one more than its largest id, and the ids that end what is generated: the end of text and, if the chat
-    template ends an answer with another special token, that one.
+    Returns:
+        One more than the largest id, and the ids that end generation: the end of text and, if the chat template ends
+        an answer with another special token, that one.
 
     Raises:
         InputError: it cannot be read, or is a sentencepiece model that has no exact equivalent.
@@ -94,7 +94,7 @@ def write_tokenizer(folder: Path, extras: Extras, *, model_max_length: int) -> t
 
 
 def adds_special_tokens(tokenizer: Path) -> bool:
-    """Return whether a `tokenizer.json` puts special tokens around a text, which its export does not."""
+    """Return True for a `tokenizer.json` that puts special tokens around a text, which its export does not."""
     from tokenizers import Tokenizer
 
     return tokenizer.suffix == ".json" and Tokenizer.from_file(str(tokenizer)).num_special_tokens_to_add(False) > 0
@@ -104,15 +104,15 @@ def _write_json(file: Path, source: Path) -> None:
     if not adds_special_tokens(source):
         shutil.copyfile(source, file)
         return
-    content = json.loads(source.read_text(encoding="utf-8"))  # the library, which has bounds, has just read it
+    content = json.loads(source.read_text(encoding="utf-8"))  # the tokenizers library has just read it, with bounds
     content["post_processor"] = _without_special_tokens(content["post_processor"])
     file.write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
 def _without_special_tokens(processor: dict[str, Any]) -> dict[str, Any] | None:
-    """Return what is left of a post-processor: that of bytes, which only moves offsets."""
+    """Return a post-processor's part for bytes, which only moves offsets; None if there is none."""
     if processor["type"] == "Sequence":
-        kept = [part for each in processor["processors"] if (part := _without_special_tokens(each))]
+        kept = [part for inner in processor["processors"] if (part := _without_special_tokens(inner))]
         return {**processor, "processors": kept} if kept else None
     return processor if processor["type"] == "ByteLevel" else None
 
@@ -149,7 +149,7 @@ def _check_model(model: Any, source: Path) -> None:
         (not model.normalizer_spec.add_dummy_prefix, "puts a space in front"),
         (model.normalizer_spec.escape_whitespaces, "does not escape spaces"),
         (not any(piece.type == piece.UNUSED for piece in model.pieces), "has unused pieces"),
-        # sentencepiece never finds such a piece in a text; the one written here would be found.
+        # sentencepiece never matches such a piece in a text; the tokenizer written here would.
         (not any(" " in piece.piece for piece in model.pieces), "has pieces with a plain space"),
     )
     problems = [problem for kept, problem in rules if not kept]
@@ -162,44 +162,19 @@ def _check_model(model: Any, source: Path) -> None:
 
 def _tokenizer_json(model: Any) -> dict[str, Any]:
     """Return the content of a `tokenizer.json` that encodes as the sentencepiece model does."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+
     pieces = [piece.piece.replace(SPACE_MARK, " ") for piece in model.pieces]
-    special = [piece.type in (piece.CONTROL, piece.UNKNOWN) for piece in model.pieces]
-    added = [
-        {
-            "id": index,
-            "content": pieces[index],
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": special[index],
-        }
-        for index, piece in enumerate(model.pieces)
-        if special[index] or piece.type == piece.USER_DEFINED
-    ]
     scores = {pieces[i]: piece.score for i, piece in enumerate(model.pieces) if piece.type == piece.NORMAL}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": None,
-        "pre_tokenizer": None,
-        "post_processor": None,
-        "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": True,
-            "ignore_merges": False,
-            "vocab": {piece: index for index, piece in enumerate(pieces)},
-            "merges": list(_merges(scores)),
-        },
-    }
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    library = Tokenizer(models.BPE(vocabulary, list(_merges(scores)), byte_fallback=True))
+    library.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    for text, piece in zip(pieces, model.pieces, strict=True):
+        if piece.type in (piece.CONTROL, piece.UNKNOWN):
+            library.add_special_tokens([AddedToken(text, normalized=False, special=True)])
+        elif piece.type == piece.USER_DEFINED:
+            library.add_tokens([AddedToken(text, normalized=False)])
+    return dict(json.loads(library.to_str()))
 
 
 def _merges(scores: Mapping[str, float]) -> Iterator[tuple[str, str]]:

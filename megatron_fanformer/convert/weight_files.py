@@ -52,7 +52,7 @@ def open_weights(folder: Path) -> LazyTensors:
             is_mapped = zipfile.is_zipfile(files[0])  # older pickles are not archives, and cannot be mapped
             tensors = _load_pickled(files[0], is_mapped)
             meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
-            # Mapped anew each time: a map keeps what was read from it in memory.
+            # Mapped anew each time: a map keeps the pages that were read in memory.
             return LazyTensors(meta, lambda name: (_load_pickled(files[0], True) if is_mapped else tensors)[name])
         return _in_safetensors(folder, files)
 
@@ -100,7 +100,7 @@ def _in_safetensors(folder: Path, files: list[Path]) -> LazyTensors:
             meta[name], places[name] = shape, file
 
     def load(name: str) -> Tensor:
-        # Reopened each time: an open file keeps what was read from it in memory.
+        # Reopened each time: an open file keeps the pages that were read in memory.
         with _reporting_damage(folder), safetensors.safe_open(places[name], framework="pt") as stream:
             return stream.get_tensor(name)
 
