@@ -1,7 +1,7 @@
-"""Programs that a model wrote, each run with its tests in a process of its own, within limits. This is no sandbox.
+"""Execution of programs that a model wrote, each in a process of its own, within limits. This is no sandbox.
 
 The limits end mistakes: endless loops, memory without end, fork bombs, output. A program still runs under the user's
-account, and can read and remove what the user can, use the network, or look for the way in which a pass is reported.
+account, and can read and remove what the user can, use the network, or forge the report of a pass.
 Whoever does not trust the model evaluates it in a container.
 """
 
@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 from megatron_fanformer.processes import usable_cores
@@ -56,25 +57,20 @@ def run_programs(
     limits: Limits = Limits(),
     on_result: Callable[[int], None] = lambda ended: None,
 ) -> list[Result]:
-    """Run Python programs, as many at a time as there are cores; their results in order.
+    """Run Python programs, as many at a time as there are cores, and return their results in order.
 
     Args:
         on_result: called after each, in order, with the number that have ended.
     """
-    results = []
+    results: list[Result] = []
     with ThreadPoolExecutor(usable_cores()) as pool:
-        started = [pool.submit(_run, program, limits) for program in programs]
-        try:
-            for number, future in enumerate(started, start=1):
-                results.append(future.result())
-                on_result(number)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        for result in pool.map(partial(_run, limits), programs):
+            results.append(result)
+            on_result(len(results))
     return results
 
 
-def _run(program: Program, limits: Limits) -> Result:
+def _run(limits: Limits, program: Program) -> Result:
     given = json.dumps([*program, limits.memory_bytes, limits.cpu_seconds]).encode()
     with (
         tempfile.TemporaryDirectory(prefix="program-", ignore_cleanup_errors=True) as home,
@@ -121,7 +117,7 @@ def _child() -> None:
     ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG: ended with the process that started it
     source, tests, memory_bytes, cpu_seconds = json.load(sys.stdin)
     report = os.dup(1)
-    for stream in range(3):  # what it prints is lost, and there is nothing to read
+    for stream in range(3):  # output is lost, input empty
         os.dup2(os.open(os.devnull, os.O_RDWR), stream)
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))  # SIGXCPU, then SIGKILL

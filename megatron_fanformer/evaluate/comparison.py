@@ -137,10 +137,10 @@ def _task_difference(
     _refuse_unequal(name, "the metric", a.metric, b.metric)
     in_a, in_b = _documents(name, a), _documents(name, b)
     _refuse_unequal(name, "the number of documents", len(in_a), len(in_b))
-    for of_a, of_b in zip(in_a, in_b, strict=True):
-        if (of_a.doc_id, of_a.label, of_a.rule) != (of_b.doc_id, of_b.label, of_b.rule):
+    for left, right in zip(in_a, in_b, strict=True):
+        if (left.doc_id, left.label, left.rule) != (right.doc_id, right.label, right.rule):
             raise InputError(
-                f"{name}: document {of_a.doc_id} of A is another one in B; evaluate both with the same --requests, "
+                f"{name}: document {left.doc_id} of A is another one in B; evaluate both with the same --requests, "
                 "--limit and files"
             )
     if None not in (a.made_of, b.made_of):
@@ -148,7 +148,7 @@ def _task_difference(
     sums = [np.array([(document.score, document.weight) for document in documents]) for documents in (in_a, in_b)]
     drawn = resampled_sums(np.concatenate(sums, axis=1), draws, generator)
     differences = _quotient(drawn[:, 2:]) - _quotient(drawn[:, :2])
-    values = [float(_quotient(of_one.sum(0))) for of_one in sums]
+    values = [float(_quotient(rows.sum(0))) for rows in sums]
     return _difference(name, a.metric, values, differences, len(in_a)), differences
 
 

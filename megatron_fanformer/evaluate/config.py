@@ -1,4 +1,4 @@
-"""The section `evaluation` of a run's configuration, and the command `evaluate`'s request, of which it is a part."""
+"""The section `evaluation` of a run's configuration, and the request that the options of `evaluate` make."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,13 +96,6 @@ class EvaluationConfig:
                 for name in ("tasks", "limit")
                 if getattr(self, name)
             ]
-        if self.is_empty:
-            problems += [
-                f"evaluation.{name} is set without tasks or perplexity sets; name evaluation.requests or "
-                "evaluation.perplexity.sets, or leave it out"
-                for name in ("interval", "batch_tokens")
-                if getattr(self, name)
-            ]
         try:
             problems += [
                 f"evaluation.tasks has {task.name}, whose answers a model writes; leave it out, and have `evaluate` "
@@ -117,7 +110,7 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRequest:
-    """The options of `evaluate`, read and checked as far as that needs no model."""
+    """The options of `evaluate`, read, and checked without a model."""
 
     options: EvaluateOptions
     checkpoints: tuple[Path, ...]

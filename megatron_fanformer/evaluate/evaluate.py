@@ -78,8 +78,8 @@ def _join(options: EvaluateOptions, address: devices.RankAddress) -> None:
     from megatron_fanformer.runtime.parallel import process_group, rank_grid
 
     def find() -> "tuple[EvaluationRequest, Jobs]":
-        if (found := read_found()) is not None:
-            return cast("tuple[EvaluationRequest, Jobs]", found)
+        if (launched := read_found()) is not None:
+            return cast("tuple[EvaluationRequest, Jobs]", launched)
         request = read_request(options, world_size=address.world_size)
         return request, _find_jobs(request)
 
@@ -131,7 +131,7 @@ def read_request(options: EvaluateOptions, *, world_size: int | None = None) -> 
 
     Raises:
         InputError: every problem, one line each.
-        CorruptError: a folder's configuration, the only way to see what it is, cannot be read.
+        CorruptError: the configuration of a checkpoint or an export cannot be read.
     """
     problems = file_problems(output=options.output, picture=options.picture)
     compared = [collect_problems(problems, partial(_compared, name)) for name in options.compare]
@@ -261,7 +261,7 @@ def _layout(text: str, world_size: int | None) -> Layout:
 
 
 def _print_results(request: EvaluationRequest, results: list[Result]) -> None:
-    """Draw and print the results, then compare two of them; files first, for nobody may be reading what is printed."""
+    """Draw and print the results, then compare two of them; files come first, for nobody may read the output."""
     options, comparison = request.options, None
     try:
         if options.picture is not None:

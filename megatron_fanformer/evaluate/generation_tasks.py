@@ -7,7 +7,7 @@ pass@k is that of "Evaluating Large Language Models Trained on Code" (Chen et al
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +18,7 @@ import torch
 from megatron_fanformer.data.tokenizer import Tokenizer
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.evaluate.code_execution import Limits, Program, run_programs
+from megatron_fanformer.evaluate.code_execution import Program, run_programs
 from megatron_fanformer.evaluate.results import MetricValue, TaskResult, mean_value
 from megatron_fanformer.evaluate.tasks import ULOGIC
 from megatron_fanformer.generate.continuation import Continuation, continue_all
@@ -59,9 +59,7 @@ class GenerationSettings(SamplingConfig):
     batch_size: int = 16
     """Texts written together; it does not change them."""
     allow_code_execution: bool = False
-    """Whether programs that the model writes may be run (`code_execution` says how)."""
-    limits: Limits = field(default_factory=Limits)
-    """Resource limits of each such program."""
+    """Run the programs that the model writes (see `code_execution`)."""
 
     def length_problems(self, seq_length: int) -> list[str]:
         """List the settings that do not suit a model of sequences of that length."""
@@ -215,9 +213,7 @@ def _judge_code(
     programs = [
         program(document, text.text) for document, one in zip(documents, written, strict=True) for text in one.texts
     ]
-    results = run_programs(
-        programs, limits=settings.limits, on_result=lambda ended: log(f"{ended:,} of {len(programs):,} programs run")
-    )
+    results = run_programs(programs, on_result=lambda ended: log(f"{ended:,} of {len(programs):,} programs run"))
     outcomes = iter(results)
     judged = []
     for document, one in zip(documents, written, strict=True):
@@ -251,7 +247,7 @@ class Rule(msgspec.Struct):
     length: int
     """Number of premises."""
     label: bool | None = None
-    """Whether the rule is true; None: it is."""
+    """False for a rule that is not true."""
 
 
 def ulogic_rules(path: Path) -> list[dict[str, Any]]:

@@ -37,13 +37,12 @@ VERSIONED = ("torch", "megatron-core", "numpy")
 
 @dataclass(kw_only=True)
 class EvaluationJob:
-    """One checkpoint, and what it is evaluated on."""
+    """One checkpoint with its tasks and perplexity sets."""
 
     source: ModelSource
     tokenizer: Path | None
     tokenizer_sha256: str | None
     survey: EvaluationSurvey
-    """Its choice tasks and perplexity sets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +55,7 @@ class Jobs:
     """The documents of generation tasks, by task."""
     requests: str | None
     """SHA-256 of the request file."""
-    made_of: dict[str, str]
+    sources: dict[str, str]
     """SHA-256 of the files of the tasks of one's own, by task."""
 
 
@@ -64,7 +63,7 @@ class Jobs:
 
 
 def find_jobs(request: EvaluationRequest) -> Jobs:
-    """Find the models and what they are evaluated on, in one process for all ranks; prepare tasks without a file.
+    """Find the models, their tasks and sets, in one process for all ranks; prepare tasks without a request file.
 
     Raises:
         InputError: a model cannot be laid out so, was trained with another tokenizer, or a set is not of its
@@ -114,15 +113,15 @@ def find_jobs(request: EvaluationRequest) -> Jobs:
         jobs=jobs,
         texts=texts,
         requests=file.sha256 if file else None,
-        made_of={name: versions[name] for name in choices if name in versions},
+        sources={name: versions[name] for name in choices if name in versions},
     )
 
 
 def _request_file(request: EvaluationRequest, jobs: Sequence[EvaluationJob]) -> RequestFile | None:
     """Return the request file that is named, or that of the tasks: from the cache, or prepared now.
 
-    It is for the tokenizer of all checkpoints, and their end of text: as --eod-id states it, or what stands next to the
-    weights, or the tokenizer's own.
+    It is for the tokenizer and the end of text of all checkpoints: that of --eod-id, or that stated next to the
+    weights, or the tokenizer's.
 
     Raises:
         InputError: they have not the same tokenizer.
@@ -219,7 +218,7 @@ def evaluate_jobs(request: EvaluationRequest, jobs: Jobs, grid: RankGrid, *, log
             log(f"{path}: tasks")
         scores = scores_of_tasks(stages, job.survey.tasks, grid, batch_tokens=batch_tokens, every_metric=True)
         tasks = {
-            name: choice_result(task, scores[name], made_of=jobs.made_of.get(name))
+            name: choice_result(task, scores[name], made_of=jobs.sources.get(name))
             for name, task in job.survey.tasks.items()
         }
         if jobs.texts:

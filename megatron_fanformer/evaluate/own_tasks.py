@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
-import numpy as np
 
 from megatron_fanformer.data.tokenizer import Tokenizer
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.evaluate.requests import LENGTHS, TaskRequests, cut_to_context, join_ids
+from megatron_fanformer.evaluate.requests import TaskRequests, cut_to_context, make_requests
 from megatron_fanformer.evaluate.tasks import OWN
 
 MOST_BYTES = 1 << 30
@@ -92,7 +91,7 @@ def own_requests(task: OwnTask, tokenizer: Tokenizer, context_length: int, *, li
             bare = whole[whole[:1].isspace() :]
             texts += [question.context.rstrip(), question.context + whole]
             lengths.append((len(whole), len(bare), len(whole.encode()), len(bare.encode())))
-            places.append((number, choice, question.answer))
+            places.append((number, choice, int(question.answer)))
     encoded = tokenizer.encode_batch(texts)
     contexts = encoded[::2]
     continuations = [whole[len(context) :] for context, whole in zip(contexts, encoded[1::2], strict=True)]
@@ -102,16 +101,6 @@ def own_requests(task: OwnTask, tokenizer: Tokenizer, context_length: int, *, li
                 f"question {number} (from 0) of task {task.name} has the choice "
                 f"{task.questions[number].choices[choice]!r}, which is no token of its own; give it a text"
             )
-    documents, choices, labels = np.array(places, np.int32).T
-    requests = TaskRequests(
-        name=OWN + task.name,
-        metric="acc",
-        documents=documents,
-        choices=choices,
-        labels=labels,
-        **join_ids([context or [tokenizer.eod_id] for context in contexts], continuations),
-        continuation_tokens=np.array([len(continuation) for continuation in continuations], np.int32),
-        cut_tokens=np.zeros(len(places), np.int32),
-        lengths=dict(zip(LENGTHS, np.array(lengths, np.int32).T, strict=True)),
-    )
+    contexts = [context or [tokenizer.eod_id] for context in contexts]
+    requests = make_requests(OWN + task.name, "acc", places, contexts, continuations, lengths)
     return cut_to_context(requests, context_length)

@@ -247,7 +247,7 @@ def _pieces(number: int | np.ndarray, starts: np.ndarray, lengths: np.ndarray, s
 
 
 def set_problems(config: PerplexityConfig) -> list[str]:
-    """List what is missing of the named sets and groups, and where it was looked for; opens no file."""
+    """List the missing files of the named sets and groups, and the searched places; open no file."""
     problems = []
     for name, paths in config.sets.items():
         problems += [

@@ -31,11 +31,11 @@ from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.evaluate.own_tasks import OwnTask, own_requests, read_task
 from megatron_fanformer.evaluate.requests import (
-    LENGTHS,
     RequestFile,
     TaskRequests,
     cut_to_context,
     join_ids,
+    make_requests,
     read_requests,
     write_requests,
 )
@@ -193,17 +193,9 @@ def choice_requests(task: Task, tokenizer: Tokenizer, context_length: int, limit
     empty = [tokenizer.eod_id]  # a continuation's first token needs one before
     continuations = [ids[row.continuation] for row in rows]
     lengths = [(len(text), len(text) - 1, len(text.encode()), len(text[1:].encode())) for *_, text, _ in rows]
-    requests = TaskRequests(
-        name=task.name,
-        metric=task.metric,
-        documents=np.array([row.document for row in rows], np.int32),
-        choices=np.array([row.choice for row in rows], np.int32),
-        labels=np.array([row.label for row in rows], np.int32),
-        **join_ids([ids[row.context] or empty for row in rows], continuations),
-        continuation_tokens=np.array([len(continuation) for continuation in continuations], np.int32),
-        cut_tokens=np.zeros(len(rows), np.int32),
-        lengths=dict(zip(LENGTHS, np.array(lengths, np.int32).T, strict=True)),
-    )
+    places = [(row.document, row.choice, row.label) for row in rows]
+    contexts = [ids[row.context] or empty for row in rows]
+    requests = make_requests(task.name, task.metric, places, contexts, continuations, lengths)
     if len(neutral) == len(rows):
         twins = replace(requests, **join_ids([ids[text] or empty for text in neutral], continuations))
         requests = replace(requests, unconditional=twins)

@@ -116,6 +116,35 @@ class RequestFile:
             )
 
 
+def make_requests(
+    name: str,
+    metric: str,
+    places: Sequence[tuple[int, int, int]],
+    contexts: Sequence[list[int]],
+    continuations: Sequence[list[int]],
+    lengths: Sequence[tuple[int, ...]],
+) -> TaskRequests:
+    """Return the requests of a task, none of them cut.
+
+    Args:
+        places: the document, the choice and the right choice of each.
+        contexts: ids of each, at least one: the end of text for an empty one.
+        lengths: lengths of each continuation's text, in the order of LENGTHS.
+    """
+    documents, choices, labels = np.array(places, np.int32).T
+    return TaskRequests(
+        name=name,
+        metric=metric,
+        documents=documents,
+        choices=choices,
+        labels=labels,
+        **join_ids(contexts, continuations),
+        continuation_tokens=np.array([len(continuation) for continuation in continuations], np.int32),
+        cut_tokens=np.zeros(len(places), np.int32),
+        lengths=dict(zip(LENGTHS, np.array(lengths, np.int32).T, strict=True)),
+    )
+
+
 def join_ids(contexts: Sequence[list[int]], continuations: Sequence[list[int]]) -> dict[str, Any]:
     """Return `ids` and `offsets` of requests."""
     pairs = list(zip(contexts, continuations, strict=True))

@@ -40,7 +40,7 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, MetricValue]
     documents: list[dict[str, Any]]
     """Documents in the task's order. The task's metric is the sum of their `score` by that of their `weight`, which is
-    1 but for F1; `lengths` are what it divides log-probabilities by."""
+    1 but for F1; `lengths` divide log-probabilities."""
     cut: int = 0
     """Requests, or prompts, whose beginning was cut to fit the model's context."""
     made_of: str | None = None
@@ -186,7 +186,7 @@ def short_names(paths: Iterable[str]) -> dict[str, str]:
     parts = {path: Path(path).parts for path in paths}
     names: dict[str, str] = {}
     for depth in range(1, max(map(len, parts.values()), default=0) + 1):
-        names = {path: "/".join(of_path[-depth:]) for path, of_path in parts.items()}
+        names = {path: "/".join(words[-depth:]) for path, words in parts.items()}
         if len(set(names.values())) == len(names):
             break
     return names

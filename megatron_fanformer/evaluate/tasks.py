@@ -85,7 +85,7 @@ ULOGIC = "ulogic"
 """The generated task that needs a file of its own, and so cannot be requested by name."""
 
 OWN = "own:"
-"""What the names of tasks of one's own begin with, in a request file and wherever that is named."""
+"""Prefix of the names of tasks of one's own, in a request file and where one is named."""
 
 OWN_SUFFIX = ".jsonl"
 

@@ -46,7 +46,8 @@ class EvaluateOptions:
     perplexity_folder: str | None = option(None, metavar="FOLDER", needs=SETS, group=MEASURED)
     """Folder that holds the sets of the groups."""
     chunking: Literal["tokens", "documents", "rolling"] = option("tokens", group=MEASURED)
-    """How sets are cut: tokens as the paper, documents by themselves, rolling as lm-eval, every byte scored."""
+    """Cut sets into chunks of tokens as the paper, documents by themselves, or rolling windows as lm-eval, every byte
+    scored."""
     chunk_tokens: int | None = option(None, metavar="N", parse=count, needs=SETS, group=MEASURED)
     """Tokens of a chunk (default: the model's seq_length)"""
     limit_tokens: int | None = option(None, metavar="N", parse=count, needs=SETS, group=MEASURED)
@@ -89,7 +90,7 @@ class EvaluateOptions:
     compare: tuple[str, ...] = option((), nargs=2, metavar=("A", "B"), group=OUTPUT)
     """Compare two results of --output, or two checkpoints: differences with 95% intervals, by paired bootstrap."""
     seed: int = option(0, parse=_not_negative, group=OUTPUT)
-    """Seed of the bootstrap, and of what is sampled."""
+    """Seed of the bootstrap and of the sampling."""
 
     prepare: Path | None = option(None, metavar="FILE", group=REQUEST_FILE)
     """Write the requests of --tasks, and end."""

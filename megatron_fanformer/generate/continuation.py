@@ -28,7 +28,7 @@ CONTEXT_TOKENS = 8
 """Last tokens of the prompt that are decoded with the new ones: a tokenizer may decode a text's first token
 otherwise."""
 CUT_OFF = "\N{REPLACEMENT CHARACTER}"
-"""What a decoder returns for a character with missing bytes."""
+"""A decoder returns it for a character with missing bytes."""
 
 
 # -- one token
@@ -37,7 +37,7 @@ CUT_OFF = "\N{REPLACEMENT CHARACTER}"
 def token_probabilities(logits_v: Tensor, config: SamplingConfig) -> Tensor:
     """Return the distribution [v] that is drawn from at a temperature above 0: float64, zero where a token is cut off.
 
-    Temperature comes first, then top-k, then top-p on what that leaves. Among equal logits the lower id ranks first.
+    Temperature comes first, then top-k, then top-p on the rest. Among equal logits the lower id ranks first.
     """
     # Shifted to a maximum of 0, so that no temperature, however low, makes the most likely token's logit infinite.
     scaled_v = (logits_v.double() - logits_v.max()) / config.temperature
@@ -150,7 +150,7 @@ class Continuation:
 
     @property
     def text(self) -> str:
-        """Return what follows the prompt, without the end of text and without a stop string."""
+        """Return the new text, without the end of text and without a stop string."""
         return self._new_text.text
 
     @property

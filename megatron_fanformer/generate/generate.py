@@ -47,7 +47,7 @@ def generate(
 
 
 def _check_lengths(prompts: Sequence[Sequence[int]], new_tokens: int, seq_length: int) -> None:
-    """Refuse what goes beyond the positions that the model was trained on; the longest prompt stands for all."""
+    """Refuse texts beyond the positions that the model was trained on; the longest prompt stands for all."""
     number, longest = max(enumerate(map(len, prompts), start=1), key=lambda numbered: numbered[1])
     if longest + new_tokens <= seq_length:
         return
@@ -93,8 +93,8 @@ class _OrderedWriter:
     def _text(self, continuation: Continuation, number: int, sample: int) -> str:
         heading = ""
         if len(self._config.prompts) * self._config.num_samples > 1:
-            of_samples = f", sample {sample + 1}" if self._config.num_samples > 1 else ""
-            heading = ("\n" if self._number else "") + f"--- prompt {number + 1}{of_samples}\n"
+            suffix = f", sample {sample + 1}" if self._config.num_samples > 1 else ""
+            heading = ("\n" if self._number else "") + f"--- prompt {number + 1}{suffix}\n"
         return heading + self._config.prompts[number] + continuation.settled_text
 
     def _json_line(self, continuation: Continuation, number: int, sample: int) -> str:

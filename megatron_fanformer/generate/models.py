@@ -131,7 +131,7 @@ class TrainedModel:
     def __init__(self, stage: torch.nn.Module, config: FANformerConfig, device: torch.device) -> None:
         self.config = config
         self.reads_on = any(isinstance(module, TorchCoreAttention) for module in stage.modules())
-        """Whether its attention can mask several tokens behind a filled cache."""
+        """True if its attention can mask several tokens behind a filled cache."""
         self._stage = stage.eval()
         self._device = device
 
@@ -164,7 +164,7 @@ class Decoder:
         self._model, self._cache = model, cache
 
     def next_logits(self, ids_bs: Tensor) -> Tensor:
-        """Return logits [b, v] of the token after `ids_bs` [b, s], which follow what was given so far."""
+        """Return logits [b, v] of the token after `ids_bs` [b, s], which follow the tokens given so far."""
         # A filled cache turns megatron-core's causal mask off. Where the attention does not put it back, several
         # queries would see each other's future.
         one_by_one = self._cache.sequence_len_offset > 0 and not self._model.reads_on

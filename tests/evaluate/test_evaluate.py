@@ -19,7 +19,6 @@ from megatron_fanformer.evaluate.evaluate import read_request
 from megatron_fanformer.evaluate.requests import read_requests, write_requests
 from megatron_fanformer.processes import hold_signals
 from tests.evaluate.made_up import made_up_requests
-from tests.evaluate.test_generation_tasks import RULES as ulogic_rules
 from tests.generate.making import model_and_tensors, write_checkpoint, write_export, write_tokenizer
 from tests.small_runs import RunOnRanks
 from tests.whole_models import export_huggingface
@@ -27,7 +26,7 @@ from tests.whole_models import export_huggingface
 VOCAB_SIZE = 250
 CASE = "fanformer-tied"
 RUN, TOKENS, REQUESTS, OTHER = "RUN", "own=TOKENS", "REQUESTS", "OTHER"
-LARGER, RULES = "LARGER", "RULES"
+LARGER = "LARGER"
 QUESTION = {"prompt": "2 + 2 = 4. " * 100, "stop": ["Q"], "max_new_tokens": 8, "solution": ""}
 """Too long for the model, so that its beginning is cut."""
 
@@ -50,14 +49,12 @@ class Made:
         self.requests = folder / "requests.safetensors"
         self.write(self.requests, sha256_of(self.tokenizer))
         self.write(folder / "other.safetensors", "0" * 64)
-        (folder / "rules.json").write_text(json.dumps(ulogic_rules))
         self.places = {
             RUN: self.run,
             TOKENS: f"own={self.tokens}",
             REQUESTS: self.requests,
             OTHER: folder / "other.safetensors",
             LARGER: write_tokenizer(folder, vocab_size=600),
-            RULES: folder / "rules.json",
         }
         """By the words for them in the arguments of the tests."""
 
@@ -298,45 +295,40 @@ GSM8K = ("--requests", REQUESTS, "--tasks", "gsm8k")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "message"),
+    ("arguments", "message"),
     [
-        ([], 2, "no checkpoint is named"),
-        (["nowhere"], 2, "nowhere does not exist; name a run's folder"),
-        ([RUN], 2, "nothing is asked for; add --tasks TASK, --requests FILE, or --perplexity NAME=PATH"),
-        ([RUN, "--requests", REQUESTS, "--tasks", "helaswag"], 2, "unknown task helaswag; did you mean hellaswag?"),
-        ([RUN, "--requests", "none"], 2, "none cannot be read (No such file or directory); name a request file"),
-        ([RUN, "--requests", REQUESTS, "--tasks", "piqa"], 2, "has no requests of piqa, but of hellaswag, mrpc"),
-        ([RUN, "--requests", OTHER], 2, "were made with another tokenizer"),
-        ([RUN, "--requests", REQUESTS, "--layout", "dp=2"], 2, "gsm8k: a model writes its answers in one process"),
-        ([RUN, "--perplexity", "v4-small"], 2, "--perplexity v4-small is no group (v2-small, v3-small)"),
-        ([RUN, "--perplexity", "v2-small"], 2, "--perplexity is v2-small without a folder; set --perplexity-folder"),
-        ([RUN, "--perplexity", "own=none"], 2, "--perplexity own: none names no token files; name a .npy file"),
-        ([RUN, "--perplexity", TOKENS, "--chunk-tokens", "290"], 2, "--chunk-tokens is 290, longer than the"),
-        ([RUN, "--perplexity", TOKENS, "--layout", "tp=3"], 2, "size 3 does not divide model.num_attention_heads"),
+        ([], "no checkpoint is named"),
+        (["nowhere"], "nowhere does not exist; name a run's folder"),
+        ([RUN], "nothing is asked for; add --tasks TASK, --requests FILE, or --perplexity NAME=PATH"),
+        ([RUN, "--requests", REQUESTS, "--tasks", "helaswag"], "unknown task helaswag; did you mean hellaswag?"),
+        ([RUN, "--requests", "none"], "none cannot be read (No such file or directory); name a request file"),
+        ([RUN, "--requests", REQUESTS, "--tasks", "piqa"], "has no requests of piqa, but of hellaswag, mrpc"),
+        ([RUN, "--requests", OTHER], "were made with another tokenizer"),
+        ([RUN, "--requests", REQUESTS, "--layout", "dp=2"], "gsm8k: a model writes its answers in one process"),
+        ([RUN, "--perplexity", "v4-small"], "--perplexity v4-small is no group (v2-small, v3-small)"),
+        ([RUN, "--perplexity", "own=none"], "--perplexity own: none names no token files; name a .npy file"),
+        ([RUN, "--perplexity", TOKENS, "--chunk-tokens", "290"], "--chunk-tokens is 290, longer than the"),
         (
             [RUN, "--perplexity", TOKENS, "--limit", "2"],
-            2,
             "--limit has no effect without --tasks or --requests or --ulogic",
         ),
-        ([RUN, "--run-code"], 2, "unknown argument --run-code; use --allow-code-execution, in a container"),
-        ([RUN, "--prepare", "out"], 2, "--prepare writes a request file and reads no model"),
-        (["--prepare", "out", "--output", "x"], 2, "--output has no effect without CHECKPOINT or --compare; add that"),
-        (["--prepare", REQUESTS, "--tasks", "piqa", "--tokenizer", LARGER], 2, "already exists; name another file"),
-        ([RUN, "--perplexity", "own=no/evaluation.limit"], 2, "--perplexity own: no/evaluation.limit names no"),
-        ([RUN, *GSM8K, "--max-new-tokens", "500"], 2, "max_new_tokens is 500, which leaves no room for a prompt in"),
+        ([RUN, "--run-code"], "unknown argument --run-code; use --allow-code-execution, in a container"),
+        ([RUN, "--prepare", "out"], "--prepare writes a request file and reads no model"),
+        (["--prepare", "out", "--output", "x"], "--output has no effect without CHECKPOINT or --compare; add that"),
+        (["--prepare", REQUESTS, "--tasks", "piqa", "--tokenizer", LARGER], "already exists; name another file"),
+        ([RUN, "--perplexity", "own=no/evaluation.limit"], "--perplexity own: no/evaluation.limit names no"),
+        ([RUN, *GSM8K, "--max-new-tokens", "500"], "max_new_tokens is 500, which leaves no room for a prompt in"),
         (
             [RUN, *GSM8K, "--num-samples", "2"],
-            2,
             "num_samples is 2, but temperature 0 takes the most likely tokens",
         ),
-        ([RUN, *GSM8K, "--tokenizer", LARGER], 2, "has 600 ids, the model's vocabulary 250; name the tokenizer that"),
-        ([RUN, "--ulogic", RULES, "--tokenizer", LARGER], 2, "has 600 ids, the model's vocabulary 250"),
+        ([RUN, *GSM8K, "--tokenizer", LARGER], "has 600 ids, the model's vocabulary 250; name the tokenizer that"),
     ],
 )
 def test_what_cannot_be_evaluated_is_one_line(
-    made: Made, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
+    made: Made, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    assert evaluate(*(made.places.get(argument, argument) for argument in arguments)) == code
+    assert evaluate(*(made.places.get(argument, argument) for argument in arguments)) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if message in line]
     assert line.startswith("megatron-fanformer: ")
 
