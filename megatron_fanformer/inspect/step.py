@@ -150,7 +150,7 @@ def describe_step(
         if samples:
             place = {"micro_batch": batch.number, "data_parallel_rank": batch.data_parallel_rank}
             batches.append({**place, "samples": samples})
-    training, stages = config.training, config.stage_steps()
+    training, stages = config.training, config.mix_steps()
     first = consumed_before(config, step)
     events = read_events(folder or Path(training.run_dir))
     skipped = [event.get("reason") for event in events if event["event"] == "skipped" and event["step"] == step]

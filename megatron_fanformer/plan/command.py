@@ -293,7 +293,7 @@ def _stage_rows(request: PlanRequest, shown: Estimate) -> Iterator[Row]:
 
 def _stage_spans(request: PlanRequest) -> dict[str, tuple[int, int]]:
     """Return the first and the last step of each stage of the data, as far as the tokens of the plan reach."""
-    spans = request.config.stage_spans()
+    spans = request.config.mix_spans()
     return {
         name: (first, request.steps if name == [*spans][-1] else min(last, request.steps))
         for name, (first, last) in spans.items()
@@ -383,7 +383,7 @@ def _report(request: PlanRequest, findings: Findings, simulated: Simulated) -> d
             ],
         },
         "time": dataclasses.asdict(shown.time),
-        "stages": config.stage_steps(),
+        "stages": config.mix_steps(),
         "stage_learning_rates": _stage_rates(request),
         "cost": {
             "tokens": request.tokens,

@@ -44,7 +44,7 @@ class Callback:
     """Work around training steps; every rank has one, and all make the same calls, of which many are collective."""
 
     def begin_step(self, step: int) -> None:
-        """Do what is due before a step is computed or skipped."""
+        """Do the work that is due before a step is computed or skipped."""
 
     def around_attempt(self, step: int) -> AbstractContextManager[None]:
         """Return the context in which a step is computed, each time that it is."""
@@ -64,7 +64,7 @@ class StepMetrics(Callback):
     """The metrics of every step, and at intervals those that read every weight.
 
     Args:
-        config: with what was left to the machine filled in.
+        config: with the fields filled in that were left to the machine.
     """
 
     def __init__(self, config: RunConfig, grid: RankGrid, optimizer: Any) -> None:
@@ -218,7 +218,7 @@ class SeenSources(Callback):
     ) -> None:
         self._config, self._train, self._skipped = config, datasets.train, skipped
         self._names: list[str] = []
-        self._begins = {step: name for name, step in config.stage_steps().items()}
+        self._begins = {step: name for name, step in config.mix_steps().items()}
         if config.data.is_chats:
             return
         counts = SampleCounts(data, config.model.seq_length)

@@ -190,7 +190,7 @@ class RunConfig:
         """Tokens of a step's samples."""
         return self.training.global_batch_size * self.model.seq_length
 
-    def stage_steps(self) -> dict[str, int]:
+    def mix_steps(self) -> dict[str, int]:
         """Return the step that each of `data.stages` begins with, in the order of the steps.
 
         Raises:
@@ -199,15 +199,15 @@ class RunConfig:
         steps = {name: first_step(name, batch_tokens=self.batch_tokens) for name in self.data.stages}
         return dict(sorted(steps.items(), key=itemgetter(1)))
 
-    def stage_spans(self) -> dict[str, tuple[int, int]]:
-        """Return the first and the last step of each part of a run with stages; nothing for one without.
+    def mix_spans(self) -> dict[str, tuple[int, int]]:
+        """Return the first and the last step of each mix of a run with several; nothing for one alone.
 
         Raises:
-            InputError: a name does not say where its stage begins.
+            InputError: a name does not state where its mix begins.
         """
         if not self.data.stages:
             return {}
-        begins = {FIRST_MIX: 1, **self.stage_steps()}
+        begins = {FIRST_MIX: 1, **self.mix_steps()}
         ends = [*(step - 1 for step in list(begins.values())[1:]), self.training.steps]
         return {name: (first, end) for (name, first), end in zip(begins.items(), ends, strict=True)}
 
@@ -215,16 +215,16 @@ class RunConfig:
         """Return the learning rate of a step, from 1."""
         return self.schedule.rate(step, lr=self.optimizer.lr, train_iters=self.training.steps)
 
-    def stage_lines(self) -> list[str]:
-        """Return a line for each part of a run with stages, with its learning rates."""
+    def mix_lines(self) -> list[str]:
+        """Return a line for each mix of a run with several, with its learning rates."""
         return [
             f"{name}: steps {first:,} to {last:,}, learning rate {self.learning_rate(first):.3g} to "
             f"{self.learning_rate(last):.3g}"
-            for name, (first, last) in self.stage_spans().items()
+            for name, (first, last) in self.mix_spans().items()
         ]
 
     def run_shape(self, ranks: int, *, threads: int | None = None) -> RunShape:
-        """Return what the environment of a process of this run depends on (`runtime.environment`).
+        """Return the facts that decide the environment of a process of this run (`runtime.environment`).
 
         Args:
             ranks: of the run.
@@ -373,7 +373,7 @@ def with_preset(values: dict[str, Any]) -> dict[str, Any]:
 
     Raises:
         InputError: there is no such preset, no checkpoint, or one of another model than `model` states beside it.
-        CorruptError: the checkpoint does not say what its model is.
+        CorruptError: the checkpoint does not name its model.
     """
     model = values.get("model")
     if not isinstance(model, dict) or model.get("preset") is None:

@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where a run begins to log: at its start, where it resumes, or where it goes back to."""
+    """The point from which a run logs: its start, or the checkpoint that it resumes from or goes back to."""
 
     run: Path
     """The run's folder."""
     step: int
-    """The last step that is kept of what was logged before."""
+    """The last step whose earlier log is kept."""
     steps: int
     """Number of steps of the whole run."""
     values: dict[str, Any]
@@ -57,13 +57,13 @@ class Logger(ABC):
     package: ClassVar[str | None] = None
     """The package that it needs, which is also the name of the extra that brings it."""
     is_needed: ClassVar[bool] = False
-    """Whether the run ends where it fails; else it is left out from then on."""
+    """True: the run ends if it fails; else it is left out from then on."""
     files: ClassVar[tuple[str, ...]] = ()
     """Its files in the run's folder."""
 
     @abstractmethod
     def __init__(self, start: Start) -> None:
-        """Open it, and take away, or else leave out, what it has of steps after `start.step`."""
+        """Open it; remove its records of steps after `start.step`, or skip those steps."""
 
     @abstractmethod
     def write(self, step: int, metrics: dict[str, Any]) -> None:
@@ -234,7 +234,7 @@ class WeightsAndBiases(Logger):
             self._last_step_file.flush()
 
     def close(self, *, failed: bool = False) -> None:
-        """Send what is left, and end."""
+        """Send the rest, and end."""
         import wandb
 
         self._last_step_file.close()

@@ -1,6 +1,6 @@
 """The table of loggers, the section `logging` of a run's configuration, and the loggers of a run.
 
-A resumed run takes away what was logged after the checkpoint that it resumes from, so that each step appears once.
+A resumed run removes the records of steps after its checkpoint, so that each step appears once.
 """
 
 import importlib.util
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """What is recorded, and how often it is shown."""
+    """The loggers, and the intervals of measurements."""
 
     log_interval: int = 10
     """Steps between printed lines if the output is not a terminal."""
@@ -64,7 +64,7 @@ class LoggingConfig:
     folder: str | None = None
     """Folder for a log file of each rank (`rank-00000.log` and so on); `train --log-file` takes precedence."""
     source_interval: int | None = 100
-    """Steps between counts of what was read of each source of `data.train_data` and its stages; null: none."""
+    """Steps between counts of the tokens read from each source of `data.train_data` and `data.stages`; null: none."""
     straggler_interval: int | None = 100
     """Steps between checks for a slow rank (docs/clusters.md#slow-ranks); null: none."""
     straggler_factor: float = 1.4
@@ -87,7 +87,7 @@ class LoggingConfig:
         ]
 
     def profile_problems(self, ranks: int, steps: int | None) -> list[str]:
-        """Return what a run of so many ranks and steps (None: not known yet) never profiles, one line each."""
+        """Return the steps and ranks to profile that a run does not have, one line each; steps None: not known yet."""
         problems = []
         if steps is not None and self.profile_steps is not None and self.profile_steps[1] > steps:
             problems.append(
@@ -128,8 +128,8 @@ def logger_problems(config: LoggingConfig) -> list[str]:
 class Loggers:
     """All loggers of a run; every rank has one, and those of rank 0 write.
 
-    What a logger that `is_needed` cannot take ends the run. Any other logger that fails is left out from then on, with
-    a warning, also after the run went back: a network that is gone is no reason to stop training.
+    A logger that `is_needed` ends the run if it fails. Any other is left out from then on, with a warning: a network
+    that is gone is no reason to stop training.
 
     Args:
         run: the run's folder.
@@ -146,7 +146,7 @@ class Loggers:
         """Begin, or begin anew after the run went back, with the resolved configuration.
 
         Args:
-            step: the last step that the run has taken; what is logged of later ones is taken away.
+            step: the last step that the run has taken; records of later ones are removed.
             beside: texts that the run's folder holds beside the configuration, by their names.
 
         Raises:

@@ -22,7 +22,7 @@ def has_engine(kernels: KernelsConfig) -> bool:
 def backend_problems(
     parallel: ParallelConfig, kernels: KernelsConfig, backend: str, device: devices.DeviceKind
 ) -> Iterator[str]:
-    """Yield what ranks on that device cannot send each other, one line each."""
+    """Yield the layouts whose ranks cannot exchange tensors over the backend, one line each."""
     if device == "cpu" and backend == "nccl":
         yield "runtime.distributed_backend is nccl, but this run is on the CPU, where ranks have gloo; set it to null"
     if device == "cpu" or backend != "gloo":
@@ -44,7 +44,7 @@ def backend_problems(
 
 
 def kernel_problems(kernels: KernelsConfig) -> Iterator[str]:
-    """Yield what keeps this machine from the configured kernels, one line each."""
+    """Yield the configured kernels that this machine lacks, one line each."""
     has_fused_gradients = has_engine(kernels) or devices.has_fused_gradient_kernel()
     if kernels.gradient_accumulation_fusion and not has_fused_gradients:
         yield (
@@ -65,7 +65,7 @@ def kernel_problems(kernels: KernelsConfig) -> Iterator[str]:
 def layer_problems(
     model: FANformerConfig, parallel: ParallelConfig, kernels: KernelsConfig, *, with_engine: bool, in_fp32: bool
 ) -> Iterator[str]:
-    """Yield what the Engine's layers, or the local ones, cannot compute, one line each."""
+    """Yield the settings that the Engine's layers, or the local ones, cannot compute, one line each."""
     rope, placement = kernels.fused_single_qkv_rope, model.placement
     if not with_engine:
         if parallel.cp_comm_type == "p2p":
@@ -119,7 +119,7 @@ def fp8_problems(
     micro_batch_size: int,
     kernels: KernelsConfig = DEFAULT_KERNELS,
 ) -> Iterator[str]:
-    """Yield what keeps a model's products from being in FP8, one line each; nothing without FP8."""
+    """Yield the rules of FP8 that a model breaks, one line each; nothing without FP8."""
     if precision.fp8 is None:
         return
     multiple = FP8_MULTIPLE[precision.fp8_recipe]
@@ -168,7 +168,7 @@ def _product_sizes(
 
 
 def fp8_machine_problems(precision: PrecisionConfig, device: devices.DeviceKind) -> Iterator[str]:
-    """Yield what keeps this machine from FP8 products, one line each; nothing without FP8."""
+    """Yield the reasons for which this machine has no FP8, one line each; nothing without FP8."""
     if precision.fp8 is None:
         return
     if device == "cpu":

@@ -1,7 +1,7 @@
-"""A configuration from the arguments of Megatron-LM's `pretrain_gpt.py`, and a list of what it does not hold.
+"""A configuration from the arguments of Megatron-LM's `pretrain_gpt.py`, and a list of the arguments that it lacks.
 
 The shell resolves the shell: in a launch script `megatron-fanformer config --from-megatron` stands in the place of
-`torchrun … pretrain_gpt.py`, and what arrives are plain words.
+`torchrun … pretrain_gpt.py`, and plain words arrive.
 
 What is the same, has another name or has none is `convert/foreign_names.py`'s to say; the model's fields, and what
 makes another model, are read as a checkpoint's arguments are there. Here is what else a
@@ -50,7 +50,7 @@ DEFAULTS: dict[str, tuple[str, Any]] = {
     "--eval-iters": ("training.eval_iters", 100),
     "--bf16": ("precision.dtype", "fp32"),
 }
-"""By argument: the field, and Megatron-LM's default where ours is another, taken where the argument is not given."""
+"""For each argument its field and Megatron-LM's default, where ours is another: taken if it is not given."""
 FP8_DEFAULTS: dict[str, tuple[str, Any]] = {
     "--fp8-recipe": ("precision.fp8_recipe", "delayed"),
     "--fp8-amax-history-len": ("precision.fp8_amax_history_len", 1),
@@ -74,7 +74,7 @@ SET: dict[str, dict[str, Any]] = {
     "--use-precision-aware-optimizer": {},  # by --exp-avg-dtype and --exp-avg-sq-dtype
     "--log-straggler": {},
 }
-"""What arguments set that are no field's value: switches above all."""
+"""The fields that arguments without a value of their own set: switches above all."""
 BY_HAND = frozenset(
     """
 --hybrid-layer-pattern --hybrid-override-pattern --num-layers-per-virtual-pipeline-stage
@@ -93,12 +93,12 @@ PROGRAM = re.compile(r"(?:^|.*/)pretrain\w*\.py$")
 
 
 class Converted(NamedTuple):
-    """What arguments of Megatron-LM are here."""
+    """The configuration that arguments of Megatron-LM make."""
 
     values: dict[str, Any]
     """The configuration's plain values, in sections."""
     notes: dict[str, list[str]]
-    """What the configuration does not hold, under titles; only those that have any."""
+    """Arguments that the configuration lacks, and other notes, under titles; only those that have any."""
 
     def text(self) -> str:
         """Return the YAML file, which begins with the notes."""
@@ -269,7 +269,7 @@ CONVERSIONS: dict[str, Conversion] = {
     "--tensorboard-dir": lambda _words, _known: {"logging.tensorboard": True},
     "--main-grads-dtype": _choice("precision.grad_reduce_in_fp32", fp32=True, bf16=False),
 }
-"""By argument: how its values become those of fields."""
+"""Conversions of values, by argument."""
 
 
 # -- the model

@@ -21,7 +21,7 @@ TAIL_BYTES = 1 << 20  # of metrics.jsonl: more than one step's metrics of any mo
 
 
 class Metric(NamedTuple):
-    """One metric, or all whose names differ in what stands for `NAME`."""
+    """One metric, or all whose names differ in `NAME`."""
 
     name: str
     group: str

@@ -52,7 +52,7 @@ def single_optimizers(optimizer: Any) -> list[Any]:
 
 @torch.no_grad()
 def weight_and_update_norms(optimizer: "MegatronOptimizer", rule: AdamW) -> tuple[float, float]:
-    """Return the global norms of the weights, and of what the last step has added to them; a collective call.
+    """Return the global norms of the weights and of their last update; a collective call.
 
     They are taken as megatron-core takes the gradient norm: of the main weights in float32, each counted once, whatever
     ranks hold it. The update is computed again, from the states, so that nothing is kept of the weights before it.
@@ -70,8 +70,8 @@ def weight_and_update_norms(optimizer: "MegatronOptimizer", rule: AdamW) -> tupl
                 if is_own and param_is_not_shared(weight):
                     norms[0].append(norm(weight).float())
                     norms[1].append(rule.last_update_norm(weight, part.optimizer, group).float())
-        for number, own in enumerate(norms):
-            total = get_grad_norm_fp32(own, grad_stats_parallel_group=part.get_grad_stats_parallel_group())
+        for number, part_norms in enumerate(norms):
+            total = get_grad_norm_fp32(part_norms, grad_stats_parallel_group=part.get_grad_stats_parallel_group())
             squares[number] += total**2
     return math.sqrt(squares[0]), math.sqrt(squares[1])
 
@@ -97,7 +97,7 @@ def _overrides(rule: AdamW, stages: list[Any]) -> dict[Any, dict[str, Any]]:
 
 
 def _make_states(rule: AdamW, torch_optimizer: torch.optim.Optimizer) -> None:
-    """Make the tensors that the first step would make."""
+    """Make the state tensors, as the first step would."""
     for group in torch_optimizer.param_groups:
         for weight in group["params"]:
             if torch_optimizer.state[weight]:

@@ -19,15 +19,15 @@ if TYPE_CHECKING:  # torch takes seconds to import, and a configuration is check
 StateDtype = Literal["fp32", "bf16"]
 STATE_ELEMENT_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2}
 LARGEST_BF16_DECAY = 1 - 2**-8
-"""Of a state in bf16, whose neighbors are up to 2^-7 apart: nearer to 1, some values round back to what they were."""
+"""Of a state in bf16, whose numbers are up to 2^-7 apart: nearer to 1, some values round back to themselves."""
 
 Group = Mapping[str, Any]
-"""A parameter group, or what `group_of` says of one."""
+"""A parameter group, or the entries that `group_of` returns for one."""
 
 
 @dataclass(frozen=True)
 class AdamW(OptimizerStates):
-    """How weights are updated, and which states that needs: Adam with decoupled decay, as the reference has it.
+    """The update of weights and its states: Adam with decoupled decay, as the reference has it.
 
     Norms, biases and embeddings are not decayed (a tied head is the embedding). Other optimizers override what differs.
 
@@ -91,7 +91,7 @@ class AdamW(OptimizerStates):
         return {"exp_avg": self.exp_avg_dtype, "exp_avg_sq": self.exp_avg_sq_dtype}.get(name, "fp32")
 
     def last_update(self, weight: "torch.Tensor", state: Mapping[str, "torch.Tensor"], group: Group) -> "torch.Tensor":
-        """Return what the last step added to a main weight (or a part of it), from what the step left behind:
+        """Return the last update of a main weight (or a part of it), computed from the states after the step:
         -lr (m' / (sqrt v' + eps) + decay * the weight before); of moments in bf16 by what they are rounded to.
         """
         lr, steps, (beta1, beta2) = group["lr"], group["step"], group["betas"]

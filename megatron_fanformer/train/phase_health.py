@@ -4,7 +4,7 @@ Read by a hook on the map from the forward pass of a few training steps, of all 
 periodic row of a layer's map (of both outputs at placement `qk_and_v`), and p its phase before cos and sin.
 
 - **Sizes**: percentiles of |p| over all tokens and units. Phases are counted in bins, `BINS_PER_OCTAVE` of equal width
-  to each power of two, from 2^`LOWEST` to 2^`HIGHEST`; what lies outside counts in the bin at that end. A percentile is
+  to each power of two, from 2^`LOWEST` to 2^`HIGHEST`; phases outside count in the bin at that end. A percentile is
   the middle of the bin that has the nearest rank, hence right to 1 / (2 `BINS_PER_OCTAVE`); the largest is exact.
 - **Dead** is a unit whose point (cos p, sin p) stays where it is: the root mean square of its distance from its mean,
   over the tokens, is below `DEAD_SPREAD`.
@@ -38,7 +38,7 @@ DEAD_SPREAD = 2.0**-8
 COARSE_PHASE = 16.0
 """Smallest coarse phase: bf16's numbers are 1/8 apart from here on, and rounding moves a phase by 0.04 rad (root mean
 square), the noise that FP8 adds to a phase of any size (docs/fp8-phase.md)."""
-_SHIFT = 23 - BINS_PER_OCTAVE.bit_length() + 1  # of a float32's mantissa, what is finer than a bin
+_SHIFT = 23 - BINS_PER_OCTAVE.bit_length() + 1  # drops the bits of a float32's mantissa that are finer than a bin
 _FIRST_BIN = (127 + LOWEST) * BINS_PER_OCTAVE
 
 
@@ -80,7 +80,7 @@ class PhaseHealth(Callback):
         return _metrics(sums, largest)
 
     def _over_all_ranks(self) -> tuple[Tensor, Tensor]:
-        """Return what `_LayerPhases` has of every layer, [layers, ...] each, on the CPU."""
+        """Return the sums and maxima of every layer, [layers, ...] each, on the CPU."""
         device = self._grid.torch_device
         sums = torch.zeros(self._layers, BINS + 2 * self._units + 2, dtype=torch.float64, device=device)
         largest = torch.zeros(self._layers, self._units, dtype=torch.float32, device=device)
@@ -133,8 +133,8 @@ class _LayerPhases:
         shard = self.fan.shard
         row = unit = 0
         for periodic, linear in shard.outputs:
-            own, middle, end = unit + shard.rank * periodic, row + periodic, row + periodic + linear
-            yield slice(row, middle), slice(own, own + periodic), slice(middle, end)
+            first, middle, end = unit + shard.rank * periodic, row + periodic, row + periodic + linear
+            yield slice(row, middle), slice(first, first + periodic), slice(middle, end)
             row = end
             unit += shard.ranks * periodic
 
@@ -146,7 +146,7 @@ class _LayerPhases:
 
 
 def _metrics(sums: Tensor, largest: Tensor) -> dict[str, list[float]]:
-    """Return by name a number for each layer, of what all ranks have seen together."""
+    """Return each metric by name, with a number for each layer, from the counts of all ranks."""
     units = largest.shape[1]
     counts, cos, sin, squares = sums.split([BINS, units, units, 2], dim=1)
     tokens = counts.sum(1, keepdim=True) / units

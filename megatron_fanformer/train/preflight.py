@@ -94,15 +94,15 @@ def find_start(
     unless_complete: bool = False,
     before_torch: Callable[[], None] = lambda: None,
 ) -> RunStart | None:
-    """Check a run in a world of that many ranks (None: to be launched here), and return what it starts from.
+    """Check a run in a world of that many ranks (None: to be launched here), and return its starting point.
 
     Args:
         unless_complete: return None, with a log line, if the last step is saved already.
         before_torch: is called once all is checked but the machine and the data, which takes torch.
 
     Raises:
-        InputError: every problem, one line each; what this machine lacks, if nothing else is wrong; data that are not
-            what the run has used so far.
+        InputError: every problem, one line each; if there is no other, the problems of this machine; or data that have
+            changed since the checkpoint.
         CorruptError: token files or a checkpoint are damaged.
     """
     problems: list[str] = []
@@ -130,19 +130,19 @@ def find_start(
         )
     if problems and (config.checkpoint.mirror or is_url(config.checkpoint.load or "")):
         raise InputError("\n".join(problems))  # nothing is fetched for a run that cannot start
-    if found := collect_problems(problems, lambda: _find_checkpoints(config)):
-        candidates, damaged, loaded = found
+    if checkpoints := collect_problems(problems, lambda: _find_checkpoints(config)):
+        candidates, damaged, loaded = checkpoints
         if candidates:
             problems += _resume_problems(candidates[0], config, length_field)
         elif loaded is not None:
             # Positions that are no longer scaled, where the checkpoint's are, were rather forgotten than meant.
             ignoring = OF_THE_RUN if config.model.rope_scaling.is_scaled else ("seq_length",)
             problems += _model_problems(loaded, config, ignoring=ignoring)
-    if problems or found is None or evaluation is None:
+    if problems or checkpoints is None or evaluation is None:
         raise InputError("\n".join(problems))
     run = Path(config.training.run_dir)
     is_saved = bool(candidates) and run_folder.step_of(candidates[0]) == config.training.steps
-    if unless_complete and is_saved and not damaged and config.checkpoint.mirror is None:  # else to copy what is left
+    if unless_complete and is_saved and not damaged and config.checkpoint.mirror is None:  # else to copy the rest
         steps = f"{config.training.steps:,}"
         logger.info(
             "complete: %s of %s steps in %s; raise training.%s to train on, or name another training.run_dir",
@@ -169,7 +169,7 @@ def find_start(
 
 
 def machine_problems(config: RunConfig) -> list[str]:
-    """Return what keeps this machine from running a configuration, one line each."""
+    """Return the rules that a configuration breaks on this machine, one line each."""
     try:
         device = devices.resolve_device(config.runtime.device)
     except InputError as error:
@@ -309,7 +309,7 @@ def _find_checkpoints(config: RunConfig) -> tuple[tuple[Path, ...], Damaged, Pat
     """Return the candidates and the damaged checkpoints to resume from, and the one whose weights a new run loads.
 
     Raises:
-        InputError: what is named is not what it should be.
+        InputError: a path that is named is of another kind.
         CorruptError: a checkpoint is damaged, and there is no earlier one, or it is not to be used.
     """
     run, use_earlier = Path(config.training.run_dir), config.recovery.use_earlier_checkpoint
@@ -364,7 +364,7 @@ def _tokenizer_problems(config: RunConfig) -> list[str]:
 
 
 def _resume_problems(checkpoint: Path, config: RunConfig, length_field: str) -> list[str]:
-    """List what keeps a run from resuming: its model, seed, batch size and optimizer stay, or samples would repeat.
+    """Return why a run cannot resume: its model, seed, batch size and optimizer stay, or samples would repeat.
 
     Args:
         length_field: of `training`, which states its length.

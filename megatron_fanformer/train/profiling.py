@@ -29,7 +29,7 @@ class Profiler:
 
     Args:
         run: the run's folder.
-        request: what this rank is requested to profile by.
+        request: this rank's request to profile.
     """
 
     def __init__(self, config: LoggingConfig, grid: RankGrid, run: Path, request: Request) -> None:

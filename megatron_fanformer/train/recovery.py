@@ -1,4 +1,4 @@
-"""Recovery from steps whose numbers are bad: which they are, what has been done, and where that is kept.
+"""Recovery from steps whose numbers are bad: the judgment of steps, the decisions, and their record.
 
     good                     the weights are updated
     bad, good when repeated  a machine was at fault: updated by the second attempt
@@ -42,7 +42,7 @@ BEGAN = "began"
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryConfig:
-    """How a run recovers from damage, and from steps whose numbers are bad."""
+    """Recovery from damage, and from steps whose numbers are bad."""
 
     use_earlier_checkpoint: bool = True
     """If the newest checkpoint is damaged, resume from the newest sound one; false: end (exit code 3)."""
@@ -68,7 +68,7 @@ class RecoveryConfig:
 
     @property
     def judges_steps(self) -> bool:
-        """Whether a step can be bad."""
+        """True if a step can be bad."""
         return self.check_for_nan_in_loss_and_grad or self.check_for_spiky_loss
 
     def problems(self) -> list[str]:
@@ -85,7 +85,7 @@ class RecoveryConfig:
 
 
 def read_events(run: Path) -> Iterator[dict[str, Any]]:
-    """Return what a run has done about damage and bad numbers since it began, the oldest first; no other lines."""
+    """Return the events of a run since it began, the oldest first; other lines are left out."""
     try:
         lines = regular_file(run / RECOVERY).read_bytes().splitlines()
     except OSError:
@@ -99,7 +99,7 @@ class EventLog:
     """The events of a run, counted; every rank keeps one, and rank 0 writes them.
 
     Args:
-        past: what `read_events` found when the run started, the same on all ranks.
+        past: the events at the start of the run, the same on all ranks.
     """
 
     def __init__(self, run: Path, past: list[dict[str, Any]], *, writes: bool) -> None:
@@ -110,7 +110,7 @@ class EventLog:
             self._count(str(event["event"]), event["step"])
 
     def begin(self) -> None:
-        """Mark that a run begins from step 0: what its folder has of an earlier one is not its own."""
+        """Mark that a run begins from step 0: events before belong to an earlier run in the same folder."""
         if self._writes and self._path.exists():
             self._append(BEGAN, 0)
 
@@ -142,7 +142,7 @@ class EventLog:
         return {skipped for skipped in self._skipped if skipped <= step}
 
     def totals(self) -> dict[str, int]:
-        """Return what has happened so far, for the metrics; nothing that has not."""
+        """Return the count of each kind of event so far, for the metrics."""
         return {TOTALS[event]: count for event, count in self._counts.items()}
 
 
@@ -150,7 +150,7 @@ class BadSteps:
     """Decides which steps are bad, and which to skip.
 
     Args:
-        past: what `read_events` found when the run started.
+        past: the events at the start of the run.
     """
 
     def __init__(self, config: RecoveryConfig, past: list[dict[str, Any]]) -> None:
@@ -162,7 +162,7 @@ class BadSteps:
             if event["event"] == "rewound":
                 self.skip_from_now_on(event.get("skipped", {}))
         self.in_a_row: dict[int, str] = {}
-        """The bad steps since the last good one, and what was wrong with each."""
+        """The bad steps since the last good one, and the fault of each."""
         self._rewinds = 0  # without a new checkpoint with a good step behind the bad ones
         self._last_bad, self._last_good = 0, 0
 
@@ -175,7 +175,7 @@ class BadSteps:
         self._to_skip.update({int(step): str(reason) for step, reason in steps.items()})
 
     def fault_in(self, loss: float, grad_norm: float) -> str | None:
-        """Return what is wrong with a step's numbers; None if nothing is."""
+        """Return the fault in a step's numbers; None if there is none."""
         numbers = (
             ("loss", loss, self._losses, self._config.spiky_loss_factor),
             ("gradient norm", grad_norm, self._norms, self._config.spiky_grad_norm_factor),
@@ -204,7 +204,7 @@ class BadSteps:
 
     @property
     def limit_reached(self) -> bool:
-        """Whether skipping has not helped: the run must go back, or end."""
+        """True if skipping has not helped: the run must go back, or end."""
         return len(self.in_a_row) >= max(1, self._config.max_bad_steps_in_a_row)
 
     @property
@@ -231,11 +231,11 @@ class BadSteps:
             self._rewinds = 0
 
     def medians(self) -> dict[str, list[float]]:
-        """Return what the running medians are taken over, for a checkpoint; empty where no spikes are looked for."""
+        """Return the values of the running medians, for a checkpoint; empty where no spikes are looked for."""
         return {"losses": list(self._losses), "grad_norms": list(self._norms)} if self._losses else {}
 
     def set_medians(self, saved: dict[str, list[float]]) -> None:
-        """Go on from what a checkpoint has of `medians`."""
+        """Restore the `medians` of a checkpoint."""
         for window, name in ((self._losses, "losses"), (self._norms, "grad_norms")):
             window.clear()
             window.extend(saved.get(name, ()))

@@ -39,7 +39,7 @@ def log_file(config: LoggingConfig, stated: Path | None, *, rank: int, world_siz
     """Return the log file of a rank; None if none is configured.
 
     Args:
-        stated: what the command line says; with several ranks each puts its number before the suffix. It takes
+        stated: the path on the command line; with several ranks each puts its number before the suffix. It takes
             precedence over `logging.folder`.
     """
     if stated is not None:
@@ -65,7 +65,7 @@ class RunLog:
             logging.getLogger().addHandler(handler)
 
     def write_to(self, file: Path | None) -> None:
-        """Write the log to a file from here on, and what it has had so far; None: to none.
+        """Write the log to a file, with its records so far; None: to none.
 
         Raises:
             InputError: the file cannot be written.
@@ -82,7 +82,7 @@ class RunLog:
             logging.getLogger().addHandler(handler)
             assert handler.stream is not None
             faulthandler.enable(handler.stream)  # stacks, where a library aborts the process, as NCCL's watchdog does
-        unwritten.close()  # which passes on what it has
+        unwritten.close()  # which passes on its records
 
     def close(self) -> None:
         """Receive nothing any more."""
@@ -116,7 +116,7 @@ def run_log(rank: int) -> Iterator[RunLog]:
 
 @contextmanager
 def log_if_slow(doing: str) -> Iterator[None]:
-    """Log what a part of a run's start does, once it has taken a second."""
+    """Log the name of a part of a run's start, once it has taken a second."""
     timer = threading.Timer(SLOW_SECONDS, logger.info, [doing])
     timer.daemon = True
     timer.start()
@@ -139,7 +139,7 @@ def _open(file: Path) -> logging.FileHandler:
 
 
 class _Terminal(logging.Handler):
-    """Prints what is meant for the user; each of Python's warnings once."""
+    """Prints records for the user; each of Python's warnings once."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.INFO)
@@ -168,7 +168,7 @@ def print_summary(run: Path) -> None:
 
 
 def last_lines(run: Path, seconds: float) -> list[str]:
-    """Return what a complete run has made, and commands that work on it as they stand; nothing of an incomplete one.
+    """Return the results of a complete run, and commands to use next; nothing for an incomplete run.
 
     Read from the run's folder alone, so that it holds for ranks that a launcher started, too.
 

@@ -1,6 +1,6 @@
 """The samples of a run: its datasets, and the samples of each step, rank and micro batch.
 
-The trainer takes its datasets from here, and `inspect` finds here what a step took of them.
+The trainer takes its datasets from here, and `inspect` the samples of a step.
 """
 
 from collections.abc import Generator, Iterator

@@ -18,7 +18,7 @@ from megatron_fanformer.train.interrupts import InterruptListener
 if TYPE_CHECKING:
     from megatron_fanformer.checkpoint.saving import CheckpointSaver
 
-STOPPED_MIRROR_SECONDS = 60.0  # after a signal to stop, whose sender may not wait: the next start copies what is left
+STOPPED_MIRROR_SECONDS = 60.0  # after a signal to stop, whose sender may not wait: the next start copies the rest
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class Checkpointer:
         self._mirror.offer(self._checkpoints / run_folder.checkpoint_name(step))
 
     def after_step(self, step: int, *, blocking: bool) -> None:
-        """Publish what is written after a step, and take note of what was copied since."""
+        """Publish a checkpoint that is written, and poll its uploads."""
         self.publish_if_written(step, blocking=blocking)
         self._mirror.poll()
 

@@ -33,7 +33,7 @@ def start_run(file: Path, overrides: Sequence[str], arguments: Sequence[str], lo
     """Run a configuration on this machine, on as many local ranks as its layout asks for.
 
     Args:
-        arguments: this command's own, for the ranks to be started with.
+        arguments: of this command, for the ranks to be started with.
         log: the log file, if the command names one.
 
     Returns:
@@ -64,7 +64,7 @@ def start_run(file: Path, overrides: Sequence[str], arguments: Sequence[str], lo
             remedy="change parallel, start on several nodes with torchrun, or let ranks share a GPU with "
             "runtime.distributed_backend gloo",
         )
-        if ranks > 1 or config.training.max_restarts > 0:  # what restarts a rank must survive it
+        if ranks > 1 or config.training.max_restarts > 0:  # the process that restarts a rank must survive it
             _launch(config, ranks, arguments, start)
             return run
         started.write_to(log_file(config.logging, log, rank=0, world_size=1))
@@ -89,7 +89,7 @@ def _log_start(config: RunConfig, ranks: int, place: str = "") -> None:
 
 
 def _prepare_libraries(config: RunConfig, ranks: int, *, threads: int | None = None) -> None:
-    """Set what libraries read, before torch is imported; log what the user has set otherwise."""
+    """Set the environment of libraries, before torch is imported; log the values that the user has set."""
     settings = devices.prepare_libraries(config.run_shape(ranks, threads=threads))
     if (line := environment.kept_line(settings)) and not devices.launched_here():
         logger.info("%s", line)
@@ -126,7 +126,7 @@ def run_rank(
 ) -> Path | None:
     """Run a configuration as one of the ranks that a launcher started.
 
-    Each rank checks what it needs to join the others; all else is checked by rank 0, or was by our own launcher.
+    Each rank checks its address and layout; rank 0 checks the rest, unless our own launcher did.
 
     Args:
         log: the log file, if the command names one.

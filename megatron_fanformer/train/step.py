@@ -201,17 +201,17 @@ def local_numbers(stages: list[DistributedDataParallel], result: StepResult) -> 
     """Return this rank's own numbers of a step whose gradients are in the buffers."""
     loss, tokens, _ = (0.0, 1.0, 0.0) if result.local is None else result.local.tolist()
     groups = [group for stage in stages for group in (*stage.bucket_groups, *stage.expert_parallel_bucket_groups)]
-    norms = [[norm(part).item() for part in parts] for parts in _own_and_summed(groups)]
+    norms = [[norm(part).item() for part in parts] for parts in _local_and_summed(groups)]
     return LocalNumbers(loss / max(tokens, 1.0), *(math.hypot(*parts) for parts in norms))
 
 
-def _own_and_summed(groups: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return of gradients that were reduced: those that are this rank's own, and the sums that it alone holds.
+def _local_and_summed(groups: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the reduced gradients in two lists: those of this rank alone, and the sums that no other rank holds.
 
     A reduce-scatter in place writes this rank's shard of a bucket, and leaves the others as backward made them. What
     several ranks hold the sum of (after an all-reduce, or in several instances) tells none of them from another.
     """
-    own: list[Tensor] = []
+    local: list[Tensor] = []
     summed: list[Tensor] = []
     for group in groups:
         if group.ddp_config.use_distributed_optimizer:
@@ -222,14 +222,14 @@ def _own_and_summed(groups: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
         for bucket in group.buckets:
             for number, shard in enumerate(bucket.grad_data.chunk(shards)):
                 if number != rank or shards == holders == 1:
-                    own.append(shard)
+                    local.append(shard)
                 elif holders == 1:
                     summed.append(shard)
-    return own, summed
+    return local, summed
 
 
 def compare_attempts(local: list[LocalNumbers], grid: RankGrid, *, is_good: bool) -> tuple[list[int], str]:
-    """Find the ranks that computed a step otherwise the second time, and say so in words; a collective call.
+    """Return the ranks that computed a step otherwise the second time, and a text that names them; a collective call.
 
     Args:
         local: this rank's `local_numbers` of both attempts.
@@ -265,9 +265,9 @@ def _ranks_where(is_odd: Callable[[Any, Any], bool], ranks: list[Any]) -> list[i
 def gradient_norm(optimizer: MegatronOptimizer, grid: RankGrid, *, is_judged: bool) -> float:
     """Return the global norm of the gradients in the buffers, before clipping; waits for the device.
 
-    Without the distributed optimizer each replica takes it of what it has of the sums, with several instances of it
-    each instance. A fault on one of their machines must not make them decide otherwise than the others, which would
-    wait for them for ever: a norm that is judged is then the largest of all, and one that is not finite counts as inf.
+    Without the distributed optimizer each replica takes the norm of its sums, and so does each of several instances.
+    A fault on one of their machines must not make them decide otherwise than the others, which would wait for them for
+    ever: a norm that is judged is then the largest of all, and one that is not finite counts as inf.
     """
     with record_function("phase gradient norm"):
         optimizer.prepare_grads()

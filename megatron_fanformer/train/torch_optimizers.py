@@ -6,7 +6,7 @@ stored.
 Muon needs whole matrices, which the ranks of a stage hold in parts; `plan.matrix_updates` says which rank owns which.
 In each round a rank owns one matrix at most: it gets the parts of the others by an all-to-all, orthogonalizes the
 whole, and sends their parts back by another, so that no rank ever holds more than one whole matrix of others. Products
-and what is exchanged are float32 on CPUs, bf16 on GPUs.
+and messages are float32 on CPUs, bf16 on GPUs.
 """
 
 import inspect
@@ -25,8 +25,7 @@ from megatron_fanformer.ops.matrices import norm, orthogonalize
 from megatron_fanformer.plan.matrix_updates import BY_MUON, NEWTON_SCHULZ_STEPS, newton_schulz_flops, owners, rounds
 
 COPIED_ELEMENTS = 2**20
-"""Elements of a weight that are updated at a time where states are not float32: so few, that what is copied of them
-takes little memory."""
+"""Elements of a weight that are updated at a time where states are not float32: their copies take little memory."""
 
 
 class Adam(torch.optim.Optimizer):
@@ -172,7 +171,7 @@ class Settings:
     momentum: float
     scale: float
     dtype: torch.dtype
-    """Type of products, and of what is exchanged."""
+    """Type of products and messages."""
     nothing: Tensor
     """An empty tensor of that type, on the device."""
     group: dist.ProcessGroup
@@ -198,7 +197,7 @@ class MuonAndAdam(Adam):
     update_norms: dict[Tensor, Tensor]
     """The norm of each matrix's last update, of this rank's part; empty where the last step did not note them."""
     notes_norms = True
-    """Whether a step takes these norms, which read each update once more."""
+    """True: a step takes these norms, which read each update once more."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -250,10 +249,10 @@ def exchanged(settings: Settings, matrices: dict[int, Matrix], directions: dict[
     """
     group, tensor, dtype = settings.group, settings.tensor, settings.dtype
     ranks, rank = group.size(), group.rank()
-    own = matrices.get(rank)
+    owned = matrices.get(rank)
     if ranks == 1:
-        assert own is not None
-        return {0: own.update(directions[0].view(own.shard), settings.scale, dtype)}
+        assert owned is not None
+        return {0: owned.update(directions[0].view(owned.shard), settings.scale, dtype)}
 
     def held(matrix: Matrix | None, by: int, *, is_sender: bool) -> int:
         """Return how many elements of a matrix a rank sends, or is sent back."""
@@ -263,23 +262,23 @@ def exchanged(settings: Settings, matrices: dict[int, Matrix], directions: dict[
         return last - first
 
     sent = [held(matrices.get(to), rank, is_sender=True) for to in range(ranks)]
-    received = [held(own, by, is_sender=True) for by in range(ranks)]
+    received = [held(owned, by, is_sender=True) for by in range(ranks)]
     given = torch.cat([settings.nothing, *(directions[to].flatten().to(dtype) for to in range(ranks) if sent[to])])
     parts = _all_to_all(given, sent, received, settings)
     del given  # of each of these there is as much as of the matrix
-    returned = [held(own, by, is_sender=False) for by in range(ranks)]
+    returned = [held(owned, by, is_sender=False) for by in range(ranks)]
     results = settings.nothing
-    if own is not None:
-        whole = _joined(own, parts, tensor)
+    if owned is not None:
+        whole = _joined(owned, parts, tensor)
         del parts
-        update = own.update(whole, settings.scale, dtype)
+        update = owned.update(whole, settings.scale, dtype)
         del whole
         results = results.new_empty(sum(returned))
-        shards = [shard.flatten() for shard in update.chunk(own.shards, dim=own.dimension)]  # once for all replicas
+        shards = [shard.flatten() for shard in update.chunk(owned.shards, dim=owned.dimension)]  # once for all replicas
         del update
         for by, result in enumerate(results.split(returned)):
-            first, last = own.ranges[by // tensor]
-            result.copy_(shards[by % tensor if own.shards > 1 else 0][first:last])
+            first, last = owned.ranges[by // tensor]
+            result.copy_(shards[by % tensor if owned.shards > 1 else 0][first:last])
         del shards
     back = [held(matrices.get(of), rank, is_sender=False) for of in range(ranks)]
     updates = _all_to_all(results, returned, back, settings)

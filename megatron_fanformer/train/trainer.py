@@ -344,7 +344,7 @@ class Trainer:
         )
         parameters, steps = self.config.model.num_parameters, self.config.training.steps
         logger.info("a model of %s parameters, %s steps, in %s", f"{parameters:,}", f"{steps:,}", self.run)
-        for line in [*choice_lines(choices), *self.config.stage_lines()]:
+        for line in [*choice_lines(choices), *self.config.mix_lines()]:
             logger.info("%s", line)
         for choice in choices:
             logger.debug("%s.%s is %s: %s", *choice[:4])

@@ -60,7 +60,7 @@ def test_the_start_shows_the_learning_rates_of_each_stage(values: dict[str, Any]
         f"{second}: steps 9 to 16, learning rate {rate} to {rate}",
         f"{third}: steps 17 to 24, learning rate {rate * 7 / 8} to 0",
     ]
-    assert config_from_dict(values).stage_lines() == lines
+    assert config_from_dict(values).mix_lines() == lines
 
 
 def train_recorded(values: dict[str, Any], folder: Path) -> None:
