@@ -52,7 +52,7 @@ NOT_RUN = {
 
 PYTHON_NOT_RUN = {
     "class MLPInput(Placement)": "the rest of a placement: tests/model/toy_placement.py is one",
-    "class Momentum(AdamW)": "the rest of an optimizer: tests/train/test_second_optimizer.py has one",
+    "class Momentum(AdamW)": "the rest of an optimizer: tests/train/test_optimizer.py has one",
     "import torch\nfrom peft": "peft: tests/hf/test_adapters.py does the same",
     "BitsAndBytesConfig(": "three libraries: tests/hf/test_tools.py does the same",
 }

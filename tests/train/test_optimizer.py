@@ -1,20 +1,33 @@
-"""What a run's optimizer is by name, its parameter groups, and what of them a resume takes over."""
+"""An optimizer by name, its parameter groups, and those beside AdamW: Muon, and one of one file and one entry."""
 
+import dataclasses
+import io
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from rich.console import Console
 
 from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.optimizer_state import set_groups
+from megatron_fanformer.checkpoint.stored_files import MAIN_WEIGHT, STATE_PREFIX
 from megatron_fanformer.configuration import field_texts
+from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.plan.gradient_buffers import EMBEDDING
 from megatron_fanformer.train.config import config_from_dict
+from megatron_fanformer.train.optimizer import single_optimizers
 from megatron_fanformer.train.optimizers import OPTIMIZERS, OptimizerConfig
 from megatron_fanformer.train.preflight import KEPT, _resume_problems
-from tests.small_runs import ROOT, small_run, write_config
+from tests.checkpoint import states
+from tests.checkpoint.states import Shown, layers_for, small_model, training, world_size
+from tests.small_runs import ROOT, small_run, trainer_of, write_config, write_tokens
+from tests.train.layouts import gather
+from tests.train.momentum import NAME, registered
+from tests.train.test_callbacks import LAYOUTS, check_norms, take_three_steps
 
 SAVED = {"lr": 1e-3, "max_lr": 2e-3, "min_lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "step": 7, "weight_decay": 0.1}
 PRESENT = {"lr": 4e-3, "max_lr": 5e-3, "min_lr": 0.0, "betas": (0.8, 0.99), "eps": 1e-5, "weight_decay": 0.3}
@@ -76,3 +89,127 @@ def test_matrices_of_layers_alone_are_decayed() -> None:
     assert rule.group_of("module.decoder.layers.0.mlp.linear_fc1.weight", 2) == {}
     for name, dimensions in ((f"embedding.{EMBEDDING}.weight", 2), ("input_layernorm.weight", 1), ("fan.bias", 1)):
         assert rule.group_of(name, dimensions) == {"wd_mult": 0.0}
+
+
+# -- optimizers beside AdamW do all that it does
+
+
+NAMES = (pytest.param(NAME, marks=pytest.mark.full), "muon")  # Muon shows in each run what both do
+BUFFER = "momentum_buffer"
+LR = {NAME: 2e-2, "muon": 1e-2}
+MODEL = small_model(num_layers=2)
+SAME_LOSS = 1e-6  # relative, between layouts
+
+RunOnRanks = Callable[..., list[Any]]
+
+
+# -- on every rank
+
+
+def with_it(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function returns where the optimizer is registered."""
+    with registered():
+        return function(*arguments)
+
+
+def recipe_of(name: str) -> OptimizerConfig:
+    return OptimizerConfig(name=name, lr=LR[name], weight_decay=0.2)
+
+
+def losses_of(layout: str, recipe: OptimizerConfig, model: FANformerConfig = MODEL) -> list[float]:
+    with training(layout, model, recipe=recipe) as run:
+        return run.take_steps(6)
+
+
+# -- tests
+
+
+@pytest.mark.parametrize(
+    ("name", "layouts"),
+    [
+        pytest.param(NAME, ("dp2", "tp2"), marks=pytest.mark.full),
+        ("muon", ("dp2", "fan-sequence-plain")),
+        pytest.param(
+            "muon",
+            ("tp2", "cp2", "pp2", "vpp2", "dp2-overlap", "dp2-plain", "tp2-sp-plain", "tp2-dp2"),
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_layouts_have_equal_losses(run_on_ranks: RunOnRanks, name: str, layouts: tuple[str, ...]) -> None:
+    recipe, model = recipe_of(name), small_model(num_layers=layers_for(*layouts))
+    alone, *others = (
+        run_on_ranks(world_size(layout), with_it, losses_of, layout, recipe, model)
+        for layout in ("tp1-plain", *layouts)
+    )
+    of_adamw = run_on_ranks(1, with_it, losses_of, "tp1-plain", dataclasses.replace(recipe, name="adamw"), model)
+    assert alone[0][0] == of_adamw[0][0] and alone[0][1] != of_adamw[0][1]
+    for losses in others:
+        assert losses[0] == pytest.approx(alone[0], rel=SAME_LOSS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("saved", "loaded", "dtype"),
+    [("dp2", "tp2", torch.bfloat16), ("tp2", "tp1-plain", torch.float32)],
+    ids=["dp2-tp2", "tp2-plain"],
+)
+def test_a_checkpoint_loads_in_another_layout(
+    run_on_ranks: RunOnRanks, tmp_path: Path, saved: str, loaded: str, dtype: torch.dtype, name: str
+) -> None:
+    recipe = recipe_of(name)
+    ranks: list[Shown] = run_on_ranks(
+        world_size(saved), with_it, states.train_and_save, saved, MODEL, dtype, tmp_path, recipe
+    )
+    checkpoint = tmp_path / "checkpoints" / "step-00000002"
+    others: list[Shown] = run_on_ranks(
+        world_size(loaded), with_it, states.load_and_train, loaded, MODEL, dtype, checkpoint, recipe
+    )
+    before, after = (gather([rank.pieces for rank in each]) for each in (ranks, others))
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    by_state = {name.removeprefix(STATE_PREFIX).split(".")[0] for name in before if name.startswith(STATE_PREFIX)}
+    assert by_state - {MAIN_WEIGHT.removeprefix(STATE_PREFIX)[:-1]} == {BUFFER, "exp_avg", "exp_avg_sq"}
+    assert f"{STATE_PREFIX}exp_avg.decoder.layers.0.mlp.linear_fc1.weight" not in before
+    assert others[0].next_losses == pytest.approx(
+        ranks[0].next_losses, rel=SAME_LOSS if dtype == torch.float32 else 1e-2
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("layout", ["alone", "dp2", "tp2-sequence"])
+def test_norms_are_those_of_the_whole_model(run_on_ranks: RunOnRanks, tmp_path: Path, name: str, layout: str) -> None:
+    ranks, parallel = LAYOUTS[layout]
+    values = small_run(
+        write_tokens(tmp_path / "tokens"),
+        tmp_path / "run",
+        parallel=parallel,
+        optimizer={"name": name, "lr": 1e-2, "weight_decay": 0.5},
+        logging={"norm_interval": 3, "phase_interval": None, "straggler_interval": None},
+    )
+    check_norms(run_on_ranks(ranks, with_it, take_three_steps, values))
+
+
+def noted_norms(values: dict[str, Any]) -> list[int]:
+    """How many matrices' norms each of four steps took."""
+    with trainer_of(values, console=Console(file=io.StringIO())) as trainer:
+        [part] = single_optimizers(trainer._optimizer)
+        counts = []
+        for _ in range(4):
+            trainer.take_step()
+            counts.append(len(part.optimizer.update_norms))
+        assert part.optimizer.settings.matrices
+        return counts
+
+
+@pytest.mark.parametrize(("interval", "are_noted"), [(2, [False, True, False, True]), (None, [False] * 4)])
+def test_muon_takes_norms_in_the_steps_that_report_them(
+    run_on_ranks: RunOnRanks, tmp_path: Path, interval: int | None, are_noted: list[bool]
+) -> None:
+    values = small_run(
+        write_tokens(tmp_path / "tokens"),
+        tmp_path / "run",
+        optimizer={"name": "muon"},
+        logging={"norm_interval": interval},
+    )
+    [counts] = run_on_ranks(1, noted_norms, values)
+    assert [count > 0 for count in counts] == are_noted

@@ -1,9 +1,9 @@
-"""Whole runs of a small model: resumed, in other layouts, and ended by numbers that went bad."""
+"""Whole runs of a small model: resumed after any step, in other layouts, and ended by numbers that went bad."""
 
 import copy
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +12,8 @@ import torch
 
 from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.full_tensors import StoredTensors
-from megatron_fanformer.checkpoint.stored_files import read_table
+from megatron_fanformer.checkpoint.stored_files import common_values, read_table
+from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import DivergenceError
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.runtime.parallel import rank_grid
@@ -21,7 +22,7 @@ from megatron_fanformer.train.config import RunConfig, config_from_dict
 from megatron_fanformer.train.metrics import read_metrics
 from megatron_fanformer.train.optimizer import build_optimizer
 from megatron_fanformer.train.schedule import build_scheduler
-from tests.small_runs import SEQ_LENGTH, small_run, trainer_of
+from tests.small_runs import SEQ_LENGTH, small_run, trainer_of, write_tokens
 from tests.train.layouts import gather, shards_of
 
 SAME_LOSS = 1e-6  # relative, between layouts
@@ -309,3 +310,113 @@ def test_a_number_that_is_not_finite_ends_the_run_and_changes_no_weight(
         assert message.startswith(f"step 1: {what}")
         assert (exit_code, unchanged, metrics) == (4, True, [])
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+# -- a stop after any step
+
+
+STEPS = 12
+LAST = run_folder.checkpoint_name(STEPS)
+
+
+def progress_of(checkpoint: Path) -> dict[str, Any]:
+    """All that a checkpoint holds besides tensors."""
+    _, common = common_values(checkpoint, read_table(checkpoint))
+    return common.get("progress", common)
+
+
+def resumed_after(steps: Sequence[int], values: dict[str, Any], straight: Path, folder: Path) -> list[str]:
+    """Go on from checkpoints of a run, to its end; what differs from the run itself, in words."""
+    expected = stored_tensors(straight / run_folder.CHECKPOINTS / LAST)
+    found = []
+    for step in steps:
+        run = folder / f"from-{step}"
+        shutil.copytree(straight, run, ignore=lambda _folder, names: [name for name in names if name == LAST])
+        if step == STEPS:  # nothing is left to do, and nothing may change
+            shutil.copytree(straight / run_folder.CHECKPOINTS / LAST, run / run_folder.CHECKPOINTS / LAST)
+        write_atomically(run / run_folder.CHECKPOINTS / run_folder.LATEST, run_folder.checkpoint_name(step) + "\n")
+        train({**values, "training": {**values["training"], "run_dir": str(run)}})
+        stored = stored_tensors(run / run_folder.CHECKPOINTS / LAST)
+        if numbers(run) != numbers(straight):
+            found.append(f"metrics after a stop at step {step}")
+        if progress_of(run / run_folder.CHECKPOINTS / LAST) != progress_of(straight / run_folder.CHECKPOINTS / LAST):
+            found.append(f"progress after a stop at step {step}")
+        if stored.keys() != expected.keys():
+            found.append(f"names of stored tensors after a stop at step {step}")
+        found += [f"{name} after {step}" for name in stored if not torch.equal(stored[name], expected[name])]
+        shutil.rmtree(run)
+    return found
+
+
+ANY = range(1, STEPS + 1)
+SOME = (4, 8, 12)  # in the warm-up, after it, and the last: a save takes longer than a step
+
+
+@pytest.mark.parametrize(
+    ("workers", "steps"),
+    [(0, SOME), *(pytest.param(workers, ANY, marks=pytest.mark.full) for workers in (0, 2))],
+    ids=["some", "any", "any, workers"],
+)
+def test_a_stop_after_any_step_leaves_no_trace(
+    run_on_ranks: Any, tmp_path: Path, workers: int, steps: Sequence[int]
+) -> None:
+    tokens = write_tokens(tmp_path / "tokens")
+    values = small_run(
+        tokens,
+        tmp_path / "straight",
+        data={"num_workers": workers},
+        training={"train_iters": STEPS},
+        checkpoint={"save_interval": steps[0]},
+        recovery={"iterations_to_skip": [2], "check_for_spiky_loss": True, "spike_window": 10},
+    )
+    run_on_ranks(1, train, values)
+    steps_taken = [entry for entry in read_metrics(tmp_path / "straight") if "skipped" not in entry]
+    assert len(steps_taken) == STEPS - 1
+    progress = progress_of(tmp_path / "straight" / run_folder.CHECKPOINTS / LAST)
+    assert progress["medians"]["losses"] == [entry["loss"] for entry in steps_taken[-10:]]
+    assert (progress["step"], progress["skipped"]) == (STEPS, [2])
+    resuming = {**values, "checkpoint": {}}
+    assert run_on_ranks(1, resumed_after, steps, resuming, tmp_path / "straight", tmp_path) == [[]]
+
+
+# -- kernels for a CPU, in bf16
+
+
+ROUNDED = 2e-3  # relative: of losses near 4.6, over ten steps in which bf16 is rounded at other places
+
+
+def train_by(cache: Path | None, values: dict[str, Any]) -> str | None:
+    """Train, by the kernels where a cache is given; why there are none."""
+    from megatron_fanformer.ops import cpu_kernels
+
+    if cache is not None and (problem := cpu_kernels.load(cache)):
+        return problem
+    try:
+        train(values)
+    finally:
+        cpu_kernels.unload("the test is over")
+    return None
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_runs_in_bf16(run_on_ranks: RunOnRanks, tmp_path: Path, tokens: str, ranks: int) -> None:
+
+    def run(name: str, steps: int, cache: Path | None) -> list[float]:
+        values = small_run(
+            tokens,
+            tmp_path / name,
+            parallel={"tensor_model_parallel_size": ranks, "sequence_parallel": ranks > 1},
+            precision={"dtype": "bf16"},
+            training={"train_iters": steps},
+            schedule={"lr_decay_iters": 10},
+            checkpoint={"save_interval": 5},
+        )
+        if any(problems := run_on_ranks(ranks, train_by, cache, values)):
+            pytest.skip(str(problems[0]))
+        return [entry["loss"] for entry in read_metrics(tmp_path / name)]
+
+    plain, whole = run("plain", 10, None), run("whole", 10, tmp_path / "cache")
+    run("resumed", 5, tmp_path / "cache")
+    assert whole == pytest.approx(plain, rel=ROUNDED, abs=0)
+    assert whole != plain
+    assert run("resumed", 10, tmp_path / "cache") == whole
