@@ -5,7 +5,6 @@ stands for the words of a file.
 """
 
 import errno
-import functools
 import glob
 import itertools
 import math
@@ -31,8 +30,7 @@ PART_NAMES = ("training", "validation", "test")
 TRAIN, VALIDATION = 0, 1  # positions in PART_NAMES, and in megatron-core's lists
 SPLIT_PATTERN = re.compile(r"\d*\.?\d+(,\d*\.?\d+){1,2}")
 COMMENT = re.compile(r"(^|\s)#.*")
-LABELLED = re.compile(r"\s*[^\s,]+\s*,\s*(?P<path>\S+)\s*")  # a line of a mix as OLMo-core has them
-TOKENIZER = "{TOKENIZER}"
+LABEL = re.compile(r"^\s*[^\s,]+\s*,\s*(?=\S+\s*$)")  # of a line `label,path` of a mix as OLMo-core has them
 TEXT_ENCODING = "utf-8-sig"  # an editor of Windows begins a file with a byte order mark, which is of no word
 LARGEST_BLEND_BYTES = 1 << 26  # weights named by mistake are larger; a blend of a hundred thousand shards is smaller
 PAIR_END = re.compile(r"\.(bin|idx)$")
@@ -154,9 +152,7 @@ def _item_words(item: str) -> list[str]:
         raise InputError(
             f"blend file {redacted(file)} cannot be read ({reason}); name a text file of prefixes"
         ) from None
-    if any(map(LABELLED.fullmatch, lines)):
-        return _mix_paths(file, folder, lines)
-    words = [word for line in lines for word in line.split()]
+    words = [word for line in lines for word in LABEL.sub("", line).split()]
     if any(word.startswith("@") for word in words):
         raise InputError(f"blend file {file} names another by @; list both where the first is named")
     step = 1 if not words or as_weight(words[0]) is None else 2
@@ -179,38 +175,6 @@ def _below(folder: str, path: str) -> str:
     if is_url(path):
         return path
     return f"{folder}/{path}" if is_url(folder) and not path.startswith("/") else str(Path(folder) / path)
-
-
-def _mix_paths(file: str, folder: str, lines: Sequence[str]) -> list[str]:
-    """Return the paths of a mix in OLMo-core's form, a line "label,path" each, relative to the folder of its file.
-
-    Where a path has {TOKENIZER}, the one folder that is there is meant.
-    """
-    paths, only_folder = [], functools.cache(functools.partial(_only_folder, file))
-    for line in filter(str.strip, lines):
-        if not (match := LABELLED.fullmatch(line)):
-            raise InputError(
-                f"mix {redacted(file)}: {line.strip()!r} is not of the form label,path; write all lines so"
-            )
-        path = _below(folder, match["path"])
-        if TOKENIZER in path:
-            base = path.partition(TOKENIZER)[0]
-            path = path.replace(TOKENIZER, only_folder(base))
-        paths.append(path)
-    return paths
-
-
-def _only_folder(file: str, base: str) -> str:
-    """Return the name of the one folder in `base`, which {TOKENIZER} stands for in a mix."""
-    # Python 3.10's glob("*/") gives files, too.
-    names = [] if is_url(base) else sorted(entry.name for entry in Path(base).glob("*") if entry.is_dir())
-    if len(names) != 1:
-        held = "is not looked into" if is_url(base) else f"holds {', '.join(names) or 'no folder'}"
-        raise InputError(
-            f"mix {redacted(file)}: {redacted(base)} {held}, and {TOKENIZER} stands for the one folder there; write a"
-            " tokenizer's in its place"
-        )
-    return names[0]
 
 
 def _source(word: str) -> Source:

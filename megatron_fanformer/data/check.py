@@ -74,6 +74,10 @@ class CheckedData:
         blends = (self.train, *self.mixes.values(), *self.valid.values())
         return list(dict.fromkeys(source for blend in blends for source in blend.sources))
 
+    def prefixes(self) -> list[str]:
+        """Return the prefix of every pair, .npy file and file of chats."""
+        return [prefix for source in self.sources() for prefix in source.prefixes]
+
     @property
     def remote_files(self) -> list[RemoteFile]:
         """Return the files on other stores that samples are read from."""
@@ -120,7 +124,7 @@ def check_files(config: DataConfig, vocab_size: int | None = None, *, for_run: b
     valid = {name: config.blend(items) for name, items in config.valid_data.items()}
     mixes = {name: config.blend(items) for name, items in config.stages.items()}
     data = CheckedData(config.index_cache(), train, valid, mixes)
-    optional_contents(prefix + MANIFEST_SUFFIX for prefix in config.prefixes() if is_url(prefix))  # at once
+    optional_contents(prefix + MANIFEST_SUFFIX for prefix in data.prefixes() if is_url(prefix))  # at once
     if config.is_chats:
         data = dataclasses.replace(data, chat_template=_chat_template(train, valid.values()))
         for source in data.sources():
@@ -130,7 +134,7 @@ def check_files(config: DataConfig, vocab_size: int | None = None, *, for_run: b
                 chats.refuse_stated_ids(vocab_size)
     else:
         if config.marks_documents:
-            data = dataclasses.replace(data, eod_id=_end_of_text_id(config))
+            data = dataclasses.replace(data, eod_id=_end_of_text_id(config, data))
         if urls := [url for source in data.sources() for url in source.urls]:
             logger.info("looking up %d token files on other stores", len(urls))
             look_up(urls)
@@ -161,10 +165,10 @@ def _check_token_files(data: CheckedData, config: DataConfig, vocab_size: int | 
             refuse_largest_id(file.max_token_id, vocab_size, file.path)
 
 
-def _end_of_text_id(config: DataConfig) -> int:
+def _end_of_text_id(config: DataConfig, data: CheckedData) -> int:
     """Return the id that ends the documents of all token files of a run: by their manifests, else by the tokenizer."""
     ends: dict[int, str] = {}
-    for prefix in config.prefixes():
+    for prefix in data.prefixes():
         if manifest := read_any_manifest(prefix):
             ends.setdefault(manifest.tokenizer.eod_id, redacted(prefix) + MANIFEST_SUFFIX)
         elif config.tokenizer and (end := load_tokenizer(config.tokenizer, needs_eod=False).eod_id) != NO_ID:

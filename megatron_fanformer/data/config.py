@@ -160,10 +160,6 @@ class DataConfig:
         """Return a list of sources, as the format reads it. Raises InputError if it cannot be read."""
         return parse_chats(items) if self.is_chats else parse_blend(items)
 
-    def prefixes(self) -> list[str]:
-        """Return the prefix of every pair and .npy file named. Raises InputError as `sources`."""
-        return [prefix for source in self.sources() for prefix in source.prefixes]
-
     def index_cache(self) -> Path:
         """Return the folder for sample indices. Raises InputError as `sources`."""
         if self.cache_path:

@@ -25,7 +25,7 @@ from megatron_fanformer.data.batches import RemoteSamples
 from megatron_fanformer.data.blends import PART_NAMES, TRAIN, VALIDATION, Blend, Source
 from megatron_fanformer.data.check import CheckedData, check_files, training_conversations, validation_conversations
 from megatron_fanformer.data.config import SPLIT_VALIDATION, DataConfig
-from megatron_fanformer.data.mixes import BlendOrder, Mix, MixDataset, MixOrder, PairEpochs, ordered, with_ends
+from megatron_fanformer.data.mixes import Mix, MixDataset, MixOrder, PairEpochs, draw_counts, ordered, with_ends
 from megatron_fanformer.data.sample_counts import SampleCounts, Sizes
 from megatron_fanformer.data.samples import ChatDataset, DocumentSamples, NpyDataset, UnrepeatedSamples
 from megatron_fanformer.data.token_files import PairReader
@@ -176,12 +176,12 @@ class _DatasetBuilder:
         for mix, end in with_ends(mixes, samples):
             places = [numbers[source] for source in mix.blend.sources]
             size = end - mix.first_sample
-            order = self._blend_order(mix.blend, size)
-            orders.append(MixOrder(mix.first_sample, places, drawn[places].tolist(), order))
+            index = self._mix_index(mix.blend, size)
+            orders.append(MixOrder(mix.first_sample, places, drawn[places].tolist(), *index))
             if mix is mixes[-1]:
                 drawn[places] += size  # as many at the most, which nobody need count
             else:
-                drawn[places] += on_main(functools.partial(order.counts, 0, size, len(places)))
+                drawn[places] += on_main(functools.partial(draw_counts, index[0], 0, size, len(places)))
         datasets = [self._of_mix_source(source, int(count)) for source, count in zip(sources, drawn, strict=True)]
         return MixDataset(datasets, orders, samples=samples)
 
@@ -191,14 +191,14 @@ class _DatasetBuilder:
         (epoch,) = filter(None, self._of_pairs(Blend([source], None), {TRAIN: None}, None))
         return PairEpochs(epoch, seed=self._seed, cache=self._data.cache, length=length)
 
-    def _blend_order(self, blend: Blend, size: int) -> BlendOrder:
-        """Return the order in which megatron-core draws so many samples of a blend."""
+    def _mix_index(self, blend: Blend, size: int) -> tuple[Any, Any]:
+        """Return the source of each sample of a blend, as megatron-core draws them, and its number there."""
         if len(blend.sources) == 1:
-            return BlendOrder(None, None)
+            return None, None
         weights = self._counts.of_mix(blend)
         identity = {"weights": weights, "size": size, "stage": True}
         blended = self._blended([range(size)] * len(weights), blend, TRAIN, weights, identity)
-        return BlendOrder(blended.dataset_index, blended.dataset_sample_index)
+        return blended.dataset_index, blended.dataset_sample_index
 
     def _of_npy(self, source: Source, size: int | None) -> NpyDataset:
         return NpyDataset(

@@ -225,7 +225,7 @@ def token_files_record(prefix: str) -> TokenFiles | None:
     Raises CorruptError for an unreadable manifest.
     """
     manifest = read_any_manifest(prefix)
-    return _record_of(prefix, manifest) if manifest else None
+    return record_of(prefix, manifest) if manifest else None
 
 
 def manifest_of(prefix: str, suffix: str, size: int) -> tuple[Manifest | PartManifest, TokenFiles] | None:
@@ -236,7 +236,7 @@ def manifest_of(prefix: str, suffix: str, size: int) -> tuple[Manifest | PartMan
     Raises CorruptError for an unreadable manifest.
     """
     manifest = read_any_manifest(prefix)
-    record = _record_of(prefix, manifest) if manifest else None
+    record = record_of(prefix, manifest) if manifest else None
     recorded = record.files.get(suffix) if record else None
     is_of_this = recorded is not None and recorded.bytes == size
     return (manifest, record) if manifest and record and is_of_this else None
@@ -248,7 +248,8 @@ def largest_stated_id(prefix: str, suffix: str, size: int) -> int | None:
     return None if stated is None else stated[1].max_token_id
 
 
-def _record_of(prefix: str, manifest: Manifest | PartManifest) -> TokenFiles | None:
+def record_of(prefix: str, manifest: Manifest | PartManifest) -> TokenFiles | None:
+    """Return a manifest's entry for the files of exactly this prefix; None where there is none."""
     outputs = manifest.outputs if isinstance(manifest, Manifest) else [manifest.output]
     return next((output for output in outputs if output.prefix == Path(prefix).name), None)
 

@@ -7,7 +7,7 @@ import bisect
 import os.path
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,39 +147,36 @@ class PairEpochs(Epochs):
 
 
 @dataclass(frozen=True)
-class BlendOrder:
-    """The order in which a blend draws from its sources, by their numbers in it."""
-
-    sources: Any
-    """[samples] the source of each sample; None where there is only one."""
-    numbers: Any
-    """[samples] how many samples of that source the blend has drawn before; None as above."""
-
-    def place(self, sample: int) -> tuple[int, int]:
-        """Return source and number of a sample."""
-        return (0, sample) if self.sources is None else (int(self.sources[sample]), int(self.numbers[sample]))
-
-    def counts(self, first: int, end: int, sources: int) -> np.ndarray:
-        """Return [sources] int64: how many samples from `first` up to `end` each source has."""
-        if self.sources is None:
-            return np.array([end - first], np.int64)
-        counts = np.zeros(sources, np.int64)
-        for begin in range(first, end, COUNTED_ENTRIES):
-            counts += np.bincount(self.sources[begin : min(end, begin + COUNTED_ENTRIES)], minlength=sources)
-        return counts
-
-
-@dataclass(frozen=True)
 class MixOrder:
     """The order of a mix's samples."""
 
     first_sample: int
     """The run's sample that it begins with, from 0."""
     sources: Sequence[int]
-    """The numbers of the blend's sources among those of the run."""
+    """The numbers of the mix's sources among those of the run."""
     drawn_before: Sequence[int]
     """For each of them, the samples that earlier mixes have drawn."""
-    blend: BlendOrder
+    source_index: Any
+    """[samples] the source of each sample, by its number in the mix; None where there is only one."""
+    sample_index: Any
+    """[samples] how many samples of that source the mix has drawn before; None as above."""
+
+    def place(self, sample: int) -> tuple[int, int]:
+        """Return the run's source of one of the mix's samples, and its number among all that the run draws of it."""
+        source, number = 0, sample
+        if self.source_index is not None:
+            source, number = int(self.source_index[sample]), int(self.sample_index[sample])
+        return self.sources[source], self.drawn_before[source] + number
+
+
+def draw_counts(source_index: Any, first: int, end: int, sources: int) -> np.ndarray:
+    """Return [sources] int64: how many samples of an index, from `first` up to `end`, each source has."""
+    if source_index is None:
+        return np.array([end - first], np.int64)
+    counts = np.zeros(sources, np.int64)
+    for begin in range(first, end, COUNTED_ENTRIES):
+        counts += np.bincount(source_index[begin : min(end, begin + COUNTED_ENTRIES)], minlength=sources)
+    return counts
 
 
 class MixDataset:
@@ -208,15 +205,16 @@ class MixDataset:
         if not 0 <= index < self._samples:
             raise IndexError(index)
         mix = self.mixes[bisect.bisect_right(self.mixes, index, key=lambda mix: mix.first_sample) - 1]
-        source, number = mix.blend.place(int(index) - mix.first_sample)
-        return mix.sources[source], mix.drawn_before[source] + number
+        return mix.place(int(index) - mix.first_sample)
 
-    def parts(self, first: int, end: int) -> Iterator[tuple[MixOrder, int, int]]:
-        """Yield each mix that has some of these samples, and from where to where they are in it."""
+    def source_counts(self, first: int, end: int, sources: int) -> np.ndarray:
+        """Return [sources] int64: how many of the samples from `first` up to `end` each source has."""
+        counts = np.zeros(sources, np.int64)
         for mix, mix_end in with_ends(self.mixes, self._samples):
-            begin, stop = max(first, mix.first_sample), min(end, mix_end)
+            begin, stop = max(first, mix.first_sample) - mix.first_sample, min(end, mix_end) - mix.first_sample
             if begin < stop:
-                yield mix, begin - mix.first_sample, stop - mix.first_sample
+                counts[list(mix.sources)] += draw_counts(mix.source_index, begin, stop, len(mix.sources))
+        return counts
 
 
 def unwrapped(dataset: Any) -> Any:
@@ -230,9 +228,5 @@ def source_counts(dataset: Any, first: int, end: int, sources: int) -> np.ndarra
     """Return [sources] int64: how many of a training set's samples from `first` up to `end` each source has."""
     dataset = unwrapped(dataset)
     if isinstance(dataset, MixDataset):
-        counts = np.zeros(sources, np.int64)
-        for mix, begin, stop in dataset.parts(first, end):
-            counts[list(mix.sources)] += mix.blend.counts(begin, stop, len(mix.sources))
-        return counts
-    is_blend = hasattr(dataset, "dataset_index")
-    return BlendOrder(dataset.dataset_index if is_blend else None, None).counts(first, end, sources)
+        return dataset.source_counts(first, end, sources)
+    return draw_counts(getattr(dataset, "dataset_index", None), first, end, sources)

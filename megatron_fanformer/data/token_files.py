@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megatron_fanformer.data.manifest import MANIFEST_SUFFIX, largest_stated_id, read_any_manifest, token_files_record
+from megatron_fanformer.data.manifest import MANIFEST_SUFFIX, largest_stated_id, read_any_manifest, record_of
 from megatron_fanformer.data.remote_files import (
     RemoteFile,
     copy_to,
@@ -389,9 +389,10 @@ def _open_npy(path: str, stated: NpyType) -> NpyFile:
 def _by_manifest(path: str, size: int) -> tuple[str, int] | None:
     """Return the type of the ids and the largest of them, by the manifest beside a file; None where there is none."""
     prefix = npy_prefix(path)
-    record, manifest = token_files_record(prefix), read_any_manifest(prefix)
+    manifest = read_any_manifest(prefix)
     if manifest is None:
         return None
+    record = record_of(prefix, manifest)
     if record is None:  # it would say the type, which is not to be guessed where it was renamed with its file
         raise InputError(
             f"{redacted(prefix)}{MANIFEST_SUFFIX} is of files of another name, and not of {redacted(path)}; give both"
