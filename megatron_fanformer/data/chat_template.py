@@ -2,8 +2,8 @@
 
 Templates are Jinja, as tokenizers on Hugging Face carry them; OLMo's form, in which the paper's data are prepared, is
 built in as one. transformers renders them, in Jinja's sandbox. What is learned is each assistant turn: its content and
-its end of turn. A template says so by `{% generation %}` blocks; without them, a turn is what it adds to the rendering
-of the messages before it.
+its end of turn. A template says so by `{% generation %}` blocks; without them, a turn is the text that it adds to
+the rendering of the messages before it.
 
 The text is cut at the edges of these spans before it is encoded: no token is partly learned, and a prompt, which ends
 where an answer begins, has the ids that it has in training.
@@ -65,7 +65,7 @@ Tools = Sequence[Mapping[str, Any]]
 CHECKED_ROLES = ("developer", "tool")
 """Roles that not every template knows."""
 QUESTION, ANSWER = {"role": "user", "content": "A question?"}, {"role": ASSISTANT, "content": "An answer!"}
-"""By which a template shows what it writes around messages."""
+"""Rendered to see the text that a template writes around messages."""
 
 
 class RenderedChat(NamedTuple):
@@ -376,7 +376,7 @@ def own_template(folder: Path) -> str | None:
         return _read(folder / CHAT_TEMPLATE_JINJA)
     stated = read_beside(folder / TOKENIZER_CONFIG).get("chat_template")
     if isinstance(stated, list):  # several by name
-        named = {one.get("name"): one.get("template") for one in stated if isinstance(one, dict)}
+        named = {entry.get("name"): entry.get("template") for entry in stated if isinstance(entry, dict)}
         stated = named.get("default")
     return stated if isinstance(stated, str) else None
 

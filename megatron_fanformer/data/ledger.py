@@ -127,7 +127,7 @@ class LedgerWriter:
 
 
 def open_ledger(prefix: str) -> "Ledger | None":
-    """Return the ledger of a prefix, which may be a URL; None where there is none. Raises like `Ledger`."""
+    """Return the ledger of a prefix, which may be a URL; None where there is none."""
     path = prefix + LEDGER_SUFFIX
     if is_url(path):
         file = find(path)

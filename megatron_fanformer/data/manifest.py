@@ -1,4 +1,4 @@
-"""`PREFIX.manifest.json`: what token files were made from, with which settings, and what they hold.
+"""`PREFIX.manifest.json`: the inputs and settings of token files, their counts and sums.
 
 It is written last, so that a prefix with a manifest is complete. A preparation in several parts has a manifest
 for each part's prefix, which describes that part alone, and one for the whole.
@@ -60,7 +60,7 @@ class ChatSettings(_Part, frozen=True, kw_only=True):
     max_tokens: int | None
     """The most tokens of a conversation; with the format npy, those of each row."""
     too_long: TooLong
-    """What happens to a conversation of more tokens: cut or drop."""
+    """Treatment of a conversation of more tokens: cut or drop."""
     pad_id: int | None
     """The id that fills the rows of the format npy; None: the files are not padded."""
 
@@ -81,7 +81,7 @@ class Settings(_Part, frozen=True, kw_only=True):
     sources: list[str] | None = None
     """The values of the `source` field that are kept; None: all."""
     ledger: bool = True
-    """Whether there is a ledger of the documents."""
+    """There is a ledger of the documents."""
     npy_dtype: str | None = None
     """The type of the tokens read, where the inputs were headerless .npy files and not documents."""
     chat: ChatSettings | None = None
@@ -109,7 +109,7 @@ class Encoding(_Part, frozen=True, kw_only=True):
 
 
 class SourceCounts(_Part, frozen=True, kw_only=True):
-    """What there is of one source."""
+    """Counts of one source."""
 
     documents: int
     tokens: int

@@ -1,6 +1,6 @@
 """Token files on other stores: looked up, listed, copied, and read by ranges.
 
-A file is known by its URL, its size and its *version*: what the store states of its content (ETag, generation, times).
+A file is known by its URL, its size and its *version*, stated by the store (ETag, generation, times).
 Both are pinned when it is looked up; a run compares them again when it saves (`refuse_changed`). fsspec brings the
 bytes, a request a thread, so that requests wait side by side whatever the driver. A failed request is made again.
 
@@ -52,7 +52,7 @@ class RemoteFile:
     url: str
     size: int
     version: str | None
-    """What the store states of its content; None: nothing, and a change that keeps the size is not noticed."""
+    """Stated by the store of its content; None: nothing, and a change that keeps the size is not noticed."""
 
     @property
     def path(self) -> str:
@@ -153,8 +153,8 @@ def _log(*message: Any) -> None:
 
 def _status_of(error: BaseException) -> int | None:
     """Return the status of HTTP that an error or its response states, also where a driver made another error of it."""
-    for one in filter(None, (error, error.__cause__)):
-        status = getattr(one, "status", None) or getattr(getattr(one, "response", None), "status_code", None)
+    for cause in filter(None, (error, error.__cause__)):
+        status = getattr(cause, "status", None) or getattr(getattr(cause, "response", None), "status_code", None)
         if isinstance(status, int):
             return status
     return None

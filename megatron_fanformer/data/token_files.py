@@ -112,7 +112,7 @@ class TokenIndex:
     part_tokens: dict[int, int]
     """The tokens of each requested part, by its number."""
     copy: str | None = None
-    """Of a pair on another store, whose prefix is a URL: the prefix of the copy of its index on this machine."""
+    """The prefix of the copy of its index on this machine, where the pair is on another store and its prefix a URL."""
     remote: RemoteFile | None = None
     """The .bin file of such a pair."""
 

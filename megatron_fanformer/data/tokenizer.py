@@ -138,7 +138,7 @@ class HuggingFaceTokenizer:
         return [text] if text else []
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`, without special tokens added; raises like `encode_batch`."""
+        """Return the ids of `text`, without special tokens added."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:

@@ -83,7 +83,7 @@ def learned_bytes(parts: list[tuple[str, bool]], *, is_normalised: bool) -> tupl
 
 
 def bytes_by_id(tokenizer: Path) -> list[bytes]:
-    """What each id stands for, by the vocabulary of a byte-level `tokenizer.json` or a sentencepiece model."""
+    """The bytes of each id, by the vocabulary of a byte-level `tokenizer.json` or a sentencepiece model."""
     if tokenizer.suffix == ".model":
         import sentencepiece
 
@@ -106,7 +106,7 @@ def bytes_by_id(tokenizer: Path) -> list[bytes]:
 
 
 def counted_mask(ids: list[int], pieces: list[bytes], data: bytes, learned: list[bool]) -> list[bool]:
-    """Which tokens are learned, by where their bytes lie; every one of them lies on one side."""
+    """The learned tokens, by the places of their bytes; every token lies on one side."""
     assert b"".join(pieces[id] for id in ids) == data
     mask, position = [], 0
     for id in ids:

@@ -1,6 +1,5 @@
 """Stores of token files that fail by a plan: behind fsspec without a network, and a server of HTTP with ranges."""
 
-import email.utils
 import random
 import socket
 import threading
@@ -18,10 +17,16 @@ from fsspec.implementations.local import LocalFileSystem
 SHORT, REFUSED, RESET, HANGING, FORBIDDEN = "short", "refused", "reset", "hanging", "forbidden"
 KINDS = (SHORT, REFUSED, RESET, HANGING)
 HANG_SECONDS = 0.3  # longer than a request may take where tests set that to a tenth
+ERRORS = {
+    REFUSED: OSError("503 SlowDown: https://user:secret@host"),
+    RESET: ConnectionResetError("the connection was reset"),
+    HANGING: TimeoutError("nothing answers"),
+    FORBIDDEN: PermissionError("the token has expired"),
+}
 
 
 class Plan:
-    """Which requests fail, and how: drawn with a seed, or all from one on."""
+    """The faults of requests: drawn with a seed, or all from one on."""
 
     def __init__(self, share: float = 0.0, *, seed: int = 0, kinds: tuple[str, ...] = KINDS, first: int = 0) -> None:
         self._draw, self._share, self._kinds, self._first = random.Random(seed), share, kinds, first
@@ -45,24 +50,15 @@ class PlannedFiles(LocalFileSystem):
     cachable = False
     plan = Plan()
 
-    def _fault(self) -> str | None:
-        fault = PlannedFiles.plan.next()
-        if fault == REFUSED:
-            raise OSError("503 SlowDown: https://user:secret@host")
-        if fault == RESET:
-            raise ConnectionResetError("the connection was reset")
-        if fault == HANGING:
-            raise TimeoutError("nothing answers")
-        if fault == FORBIDDEN:
-            raise PermissionError("the token has expired")
-        return fault
-
     def info(self, path: str, **named: Any) -> Any:
-        self._fault()
+        if error := ERRORS.get(PlannedFiles.plan.next() or ""):
+            raise error
         return super().info(path, **named)
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **named: Any) -> bytes:
-        fault = self._fault()
+        fault = PlannedFiles.plan.next() or ""
+        if error := ERRORS.get(fault):
+            raise error
         content: bytes = super().cat_file(path, start=start, end=end, **named)
         return content[: len(content) // 2] if fault == SHORT and start is not None else content
 
@@ -88,7 +84,6 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True  # or each answer waits 40 ms for the client's acknowledgment of its head
     folder: Path
     plan: Plan
-    latency_seconds: float
     serves_ranges: bool
 
     def log_message(self, *_: Any) -> None:
@@ -102,41 +97,29 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, *, is_head: bool) -> None:
         fault = self.plan.next()
-        time.sleep(self.latency_seconds)
-        if fault == HANGING:
-            time.sleep(HANG_SECONDS)
+        if fault in (HANGING, RESET):
+            if fault == HANGING:
+                time.sleep(HANG_SECONDS)
+            else:
+                self.connection.shutdown(socket.SHUT_RDWR)
             self.close_connection = True
-            return
-        if fault == RESET:
-            self.connection.shutdown(socket.SHUT_RDWR)
-            self.close_connection = True
-            return
-        if fault in (REFUSED, FORBIDDEN):
-            self._end(503 if fault == REFUSED else 403)
             return
         path = self.folder / unquote(urlsplit(self.path).path).lstrip("/")
-        if not path.is_file():
-            self._end(404)
+        if fault in (REFUSED, FORBIDDEN) or not path.is_file():
+            self._end({REFUSED: 503, FORBIDDEN: 403}.get(fault or "", 404))
             return
-        found = path.stat()
-        tag = f'"{found.st_mtime_ns}-{found.st_ino}"'
-        status, span, size = 200, (0, found.st_size), found.st_size
+        status, body, stat = 200, path.read_bytes(), path.stat()
+        headers = {"ETag": f'"{stat.st_mtime_ns}-{stat.st_ino}"'}
         if self.serves_ranges and (stated := self.headers.get("Range")):
-            first, _, last = stated.removeprefix("bytes=").partition("-")
-            span = (int(first), min(size, int(last) + 1))
-            if span[0] >= size:
+            first, last = map(int, stated.removeprefix("bytes=").split("-"))
+            if first >= stat.st_size:
                 self._end(416)
                 return
-            status = 206
-        with path.open("rb") as stream:
-            stream.seek(span[0])
-            body = stream.read(span[1] - span[0])
+            status, body = 206, body[first : last + 1]
+            headers["Content-Range"] = f"bytes {first}-{first + len(body) - 1}/{stat.st_size}"
         self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("ETag", tag)
-        self.send_header("Last-Modified", email.utils.formatdate(found.st_mtime, usegmt=True))
-        if status == 206:
-            self.send_header("Content-Range", f"bytes {span[0]}-{span[1] - 1}/{size}")
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name, value)
         self.end_headers()
         if not is_head:
             self.wfile.write(body[: len(body) // 2] if fault == SHORT else body)
@@ -157,16 +140,9 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def http_server(
-    folder: Path,
-    plan: Plan | None = None,
-    *,
-    latency_seconds: float = 0.0,
-    serves_ranges: bool = True,
-) -> Iterator[str]:
+def http_server(folder: Path, plan: Plan | None = None, *, serves_ranges: bool = True) -> Iterator[str]:
     """The URL of a folder behind HTTP, in a thread of this process."""
-    stated = {"folder": folder, "plan": plan or Plan(), "latency_seconds": latency_seconds}
-    stated |= {"serves_ranges": serves_ranges}
+    stated = {"folder": folder, "plan": plan or Plan(), "serves_ranges": serves_ranges}
     handler: Callable[..., Any] = type("Handler", (_Handler,), stated)
     with _Server(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)

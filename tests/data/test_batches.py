@@ -190,7 +190,7 @@ def shared(has_document_ids: bool, *, num_workers: int, **options: bool) -> Gene
 
 
 def taken_by_a_rank(has_document_ids: bool) -> tuple[list[dict[str, Tensor]], tuple[str, str, bool]]:
-    """What it takes, and how it ends."""
+    """The batches that it takes, and the error at the end."""
     batches = shared(has_document_ids, num_workers=0)
     taken = []
     for _ in range(SAMPLES // SIZE):

@@ -1,4 +1,4 @@
-"""What counts as other data on resuming, and what does not."""
+"""Changes of the data that a resumed run refuses, and those that it does not notice."""
 
 import os
 import shutil
@@ -49,7 +49,7 @@ def identify(folder: Path, train: str = "1 a 3 b", split: str | None = None, **v
 
 
 def refusal(before: DataFingerprint, present: DataFingerprint, allowed: tuple[str, ...] = ()) -> str:
-    """What a resume with `present` data is refused with; empty if it is not."""
+    """The error of a resume with `present` data; empty if there is none."""
     before = (
         fingerprint_from_plain(msgspec.json.decode(msgspec.json.encode(before.as_plain())), Path("step")) or present
     )
@@ -135,7 +135,6 @@ def test_every_changed_set_has_its_line(data: Path) -> None:
 
 
 def test_the_facts_of_earlier_checkpoints_have_the_digests_of_today(data: Path) -> None:
-    """Which recorded each file, and not a digest."""
     digest, tokens = file_fingerprint(data / "c.npy"), 1000
     file = {"path": "c.npy", "tokens": tokens, "form": "<u2", "content": digest, "sha256": None, "tokenizer": None}
     own = {"sources": [{"files": [file], "weight": 1.0}], "split": None, "samples": None}
