@@ -42,8 +42,7 @@ from benchmarking.ranks import CaseProcesses, Ended, ranks_of, run_values, write
 
 from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import FanformerError, InputError
-from megatron_fanformer.model.config import PRESETS, FANformerConfig, as_transformer, with_same_parameters
-from megatron_fanformer.model.dtypes import DTYPES
+from megatron_fanformer.model.config import PRESETS, FANformerConfig, as_transformer, torch_dtype, with_same_parameters
 from megatron_fanformer.model.layouts import parse_layout
 from megatron_fanformer.ops import cpu_kernels
 from megatron_fanformer.plan.job import training_flops_per_token
@@ -117,7 +116,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--config", type=Path, metavar="FILE", help="use the model of a run's configuration")
     parser.add_argument("--case", nargs="+", action="append", metavar="NAME", help="NAME MODEL [SETTING …]")
     parser.add_argument("--peers", action="store_true", help="plain PyTorch besides, on the model")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="of all cases (bf16)")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16", help="of all cases (bf16)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--seq-length", type=int, metavar="N", help="tokens per sample; the model's own by default")
     parser.add_argument("--micro-batch-size", type=int, default=4, metavar="N", help="(4)")
@@ -201,7 +200,7 @@ class Machine:
 
     def __init__(self, case: Case, device: devices.DeviceKind, report: dict[str, Any]) -> None:
         self._model = config_from_dict(case.values).model
-        self._dtype, self._device = DTYPES[case.values["precision"]["dtype"]], torch.device(device)
+        self._dtype, self._device = torch_dtype(case.values["precision"]["dtype"]), torch.device(device)
         self._size = case.values["training"]["micro_batch_size"]
         if device == "cpu":
             torch.set_num_threads(devices.threads_per_rank(1))

@@ -16,8 +16,7 @@ from megatron_fanformer import cli, markdown
 from megatron_fanformer.configuration import FieldDescription
 from megatron_fanformer.convert.foreign_names import MEGATRON_LM, ForeignName
 from megatron_fanformer.convert.name_table import EMBEDDING, FINAL_NORM, HEAD, Naming, Row, layer_row
-from megatron_fanformer.model.placements import PLACEMENTS, all_tensors
-from megatron_fanformer.model.placements.base import HEAD_NORMS
+from megatron_fanformer.model.placements import HEAD_NORMS, PLACEMENTS, all_tensors
 from megatron_fanformer.train.config_reference import run_sections
 from megatron_fanformer.train.metrics import METRIC_TABLE
 

@@ -17,8 +17,7 @@ from megatron_fanformer.convert.recognition import DESCRIPTIONS, MODELS, checkpo
 from megatron_fanformer.convert.weight_files import weight_files
 from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA, attached_files
 from megatron_fanformer.errors import FanformerError, InputError
-from megatron_fanformer.model.config import FANformerConfig
-from megatron_fanformer.model.dtypes import DTYPES
+from megatron_fanformer.model.config import FANformerConfig, torch_dtype
 
 
 class Checkpoint(NamedTuple):
@@ -116,8 +115,9 @@ def write_checkpoint(
         return
     saved: dict[str, Any] = {"model": dataclasses.asdict(config)}
     dtype = next(iter(meta_of(tensors).values())).dtype
-    if dtype in DTYPES.values():  # one that a run may have
-        saved["precision"] = {"dtype": next(name for name, known in DTYPES.items() if known == dtype)}
+    names = {torch_dtype(name): name for name in ("fp32", "bf16")}
+    if dtype in names:  # one that a run may have
+        saved["precision"] = {"dtype": names[dtype]}
     template = extras.chat_template if extras.tokenizer else None
     if template is not None:
         (folder / CHAT_TEMPLATE_JINJA).write_text(template, encoding="utf-8")

@@ -27,8 +27,7 @@ from megatron_fanformer.data.chat_template import template_of
 from megatron_fanformer.data.tokenizer import load_tokenizer, note_of_end, tokenizer_file
 from megatron_fanformer.durable_files import new_folder, write_atomically
 from megatron_fanformer.errors import CorruptError, InputError
-from megatron_fanformer.model.config import FANformerConfig
-from megatron_fanformer.model.dtypes import DTYPES
+from megatron_fanformer.model.config import FANformerConfig, torch_dtype
 from megatron_fanformer.runtime.layout import RuntimeConfig
 from megatron_fanformer.runtime.parallel import ParallelConfig, distributed
 
@@ -89,7 +88,7 @@ def convert_checkpoint(
         return opened.tensors[name]
 
     tensors = LazyTensors(opened.tensors.meta, load)
-    rounded_to = DTYPES[dtype] if dtype else None
+    rounded_to = torch_dtype(dtype) if dtype else None
     converted = convert(tensors, opened.config, opened.format, to, target_config=goal, dtype=rounded_to)
     if dtype is None:
         _check_formats(opened)

@@ -29,7 +29,7 @@ from megatron_fanformer.convert.receipt import side
 from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA, own_template
 from megatron_fanformer.durable_files import new_folder, sha256_of
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.model.dtypes import DTYPES
+from megatron_fanformer.model.config import torch_dtype
 from megatron_fanformer.terminal import table
 
 
@@ -41,7 +41,7 @@ def merge_checkpoints(
     Args:
         sources: the path of each checkpoint, and its URL or absolute path for the receipt.
         shares: the weight of each checkpoint; their sum is 1.
-        dtype: number format of the average, by its name in `DTYPES`; None: the narrowest that holds the sources'.
+        dtype: number format of the average, fp32 or bf16; None: the narrowest that holds the sources'.
 
     Raises:
         InputError: they are of different models, tokenizers or chat templates, the folder exists, or a checkpoint was
@@ -60,7 +60,7 @@ def merge_checkpoints(
         for tensors in opened:
             check_tensors(tensors.meta, model, "megatron")
         types = [{tensor.dtype for tensor in tensors.meta.values()} for tensors in opened]
-        number_format = DTYPES[dtype] if dtype else reduce(torch.promote_types, set[torch.dtype]().union(*types))
+        number_format = torch_dtype(dtype) if dtype else reduce(torch.promote_types, set[torch.dtype]().union(*types))
         extras = Extras(
             name=output.name, tokenizer=tokenizer, chat_template=own_template(template.parent) if template else None
         )

@@ -19,8 +19,7 @@ from torch import Tensor
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors, meta_of
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.model.config import FANformerConfig, p_ratio_of
-from megatron_fanformer.model.placements import PLACEMENTS, PlacementName, all_tensors
-from megatron_fanformer.model.placements.base import H, LayerTensor, Size
+from megatron_fanformer.model.placements import PLACEMENTS, H, LayerTensor, PlacementName, Size, all_tensors
 
 Format = Literal["megatron", "reference", "hf"]
 Shape = tuple[int, ...]

@@ -26,7 +26,7 @@ from megatron_fanformer.evaluate.survey import EvaluationSurvey, survey_evaluati
 from megatron_fanformer.evaluate.tasks import ULOGIC
 from megatron_fanformer.generate.models import ModelSource, TrainedModel, find_model
 from megatron_fanformer.model.build import build_stages
-from megatron_fanformer.model.dtypes import DTYPES
+from megatron_fanformer.model.config import torch_dtype
 from megatron_fanformer.model.layout_rules import layout_problems
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.runtime.seeding import seed_everything
@@ -271,5 +271,5 @@ def _built(
 
 def _dtype(request: EvaluationRequest, source: ModelSource, grid: RankGrid) -> torch.dtype:
     if request.options.dtype != "auto":
-        return DTYPES[request.options.dtype]
+        return torch_dtype(request.options.dtype)
     return source.dtype if grid.device == "cuda" else torch.float32

@@ -2,7 +2,8 @@
 
 import copy
 import dataclasses
-import importlib.util
+import re
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,16 +11,14 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.model.config import FANformerConfig, PrecisionConfig
-from megatron_fanformer.model.initialization import initialize
-from megatron_fanformer.model.kernels import DEFAULT_KERNELS, KernelsConfig
+from megatron_fanformer.model.config import DEFAULT_KERNELS, FANformerConfig, KernelsConfig, PrecisionConfig
 from megatron_fanformer.model.layer_spec import final_norm, layer_spec, resolve_transformer_impl
 from megatron_fanformer.model.loss_head import LossHead
-from megatron_fanformer.model.stages.base import Layers, Stage
+from megatron_fanformer.model.stages import HAS_HYBRID_MODEL, GPTStage, Layers, Stage
 from megatron_fanformer.runtime.layout import ParallelConfig, layout_chunks
 from megatron_fanformer.runtime.parallel import RankGrid
+from megatron_fanformer.runtime.seeding import initialize_by_name, truncated_normal
 
-HAS_HYBRID_MODEL = importlib.util.find_spec("megatron.core.models.hybrid") is not None  # from 0.19 on
 OWN_PRECISION_FIELDS = ("dtype", "grad_reduce_in_fp32", "fp8_fan")  # the others are megatron-core's, by the same names
 
 
@@ -124,13 +123,11 @@ def _leave_as_it_is(_weight: torch.Tensor) -> None:
 
 
 def stage_class() -> type[Stage]:
-    """Return the stage made of the model class that the installed megatron-core goes on with."""
+    """Return the model class that the installed megatron-core goes on with."""
     if HAS_HYBRID_MODEL:
-        from megatron_fanformer.model.stages.hybrid import HybridStage
+        from megatron_fanformer.model.hybrid_spec import HybridStage
 
         return HybridStage
-    from megatron_fanformer.model.stages.gpt import GPTStage
-
     return GPTStage
 
 
@@ -244,3 +241,40 @@ def _build_chunk(
 def sharded_state(chunk: Any, grid: RankGrid) -> dict[str, Any]:
     """Return a chunk's parameters under their global names (one name per layer), as megatron-core's sharded tensors."""
     return chunk.sharded_state_dict(metadata=grid.sharding_metadata)
+
+
+# -- initial weights
+
+
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+
+
+def initialize(sharded_state: dict[str, Any], config: FANformerConfig, seed: int) -> None:
+    """Give every parameter of a stage's sharded state dict its slice of the initial model of `seed`."""
+    initialize_by_name(sharded_state, seed, partial(draw_weight, config))
+
+
+def draw_weight(config: FANformerConfig, name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Return the whole initial tensor of that global name, in float32."""
+    if name.endswith(".bias"):
+        return torch.zeros(shape)
+    if "layernorm" in name:
+        return torch.ones(shape)
+    return truncated_normal(shape, initial_std(config, name), generator)
+
+
+def initial_std(config: FANformerConfig, name: str) -> float:
+    """Return the standard deviation of the matrix of that global name."""
+    if name.endswith("linear_proj.weight"):
+        variance = 1 / (2 * config.hidden_size * _depth(name))
+    elif name.endswith("linear_fc2.weight"):
+        variance = 1 / (2 * config.ffn_hidden_size * _depth(name))
+    else:
+        variance = 1 / config.hidden_size
+    return variance**0.5
+
+
+def _depth(name: str) -> int:
+    match = _LAYER.search(name)
+    assert match, f"{name} is not a layer's weight"
+    return int(match[1]) + 1

@@ -27,10 +27,9 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from megatron_fanformer.model.canonical_shards import CanonicalRange, canonical_factory
 from megatron_fanformer.model.config import FANConfig
 from megatron_fanformer.model.fan_functions import Activation, FANActivation, FANOutput, FANShard
-from megatron_fanformer.model.fan_layer import canonical_rows
+from megatron_fanformer.model.fan_layer import CanonicalRange, canonical_factory, canonical_rows
 
 ShardedOffsets = Sequence[tuple[int, int, int]]
 

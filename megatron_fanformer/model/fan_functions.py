@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fanformer.model.weight_gradients import weight_gradient
+from megatron_fanformer.model.local_layers import weight_gradient
 from megatron_fanformer.ops import fan_activation
 
 # -- rows

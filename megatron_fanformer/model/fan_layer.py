@@ -21,17 +21,18 @@ reads X_F.
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_fanformer.model.canonical_shards import CanonicalRange, canonical_factory
 from megatron_fanformer.model.config import FANConfig
 from megatron_fanformer.model.fan_functions import (
     Activation,
@@ -134,14 +135,6 @@ class FANProjection(MegatronModule):
         return state
 
 
-def canonical_rows(shard: FANShard, names: Sequence[str]) -> list[CanonicalRange]:
-    """Return where a rank's rows belong in the canonical [p | g] maps of its outputs, which have these names."""
-    return [
-        CanonicalRange(names[output], start, end, canonical_start, shard.whole(output).rows)
-        for output, start, end, canonical_start in shard.row_ranges()
-    ]
-
-
 # -- the layer that reads X_F
 
 
@@ -174,3 +167,70 @@ class ActivatedColumnParallelLinear(ColumnParallelLinear):
             pre_sbk, self.weight, self.activation, self.gradient_accumulation_fusion
         )
         return product_sbo if self.bias is None else product_sbo + self.bias, tuple(made)
+
+
+# -- as checkpoints hold them: the whole of each kind of row (periodic, linear), one kind after the other
+
+
+class CanonicalRange(NamedTuple):
+    """A run of a parameter's rows, or columns, and where it belongs in a whole tensor."""
+
+    name: str
+    """Ending of the whole tensor's key."""
+    start: int
+    end: int
+    canonical_start: int
+    whole: int
+    """Number of rows, or columns, of the whole tensor."""
+
+
+def canonical_rows(shard: FANShard, names: Sequence[str]) -> list[CanonicalRange]:
+    """Return where a rank's rows belong in the canonical [p | g] maps of its outputs, which have these names."""
+    return [
+        CanonicalRange(names[output], start, end, canonical_start, shard.whole(output).rows)
+        for output, start, end, canonical_start in shard.row_ranges()
+    ]
+
+
+def canonical_factory(
+    sharded: ShardedTensor, name: str, ranges: Sequence[CanonicalRange], dim: int = 0
+) -> ShardedTensorFactory:
+    """Saves a rank's parameter as ranges of whole tensors, and puts them together when loaded.
+
+    Args:
+        name: how its key ends, in place of which each range has its own.
+        ranges: one after the other, all of the parameter.
+        dim: 0 for ranges of rows, 1 of columns.
+    """
+    axis = sharded.prepend_axis_num  # stock Megatron stacks the layers of a kind along an axis in front
+
+    @torch.no_grad()
+    def build(key: str, tensor: Tensor, replica_id: Any, _flattened_range: Any) -> list[ShardedTensor]:
+        """Return the parameter, as the ranges that it is."""
+        prefix = key.removesuffix(name)  # by now with the layer's global number, or an optimizer state's name
+        shards = []
+        for range_ in ranges:
+            offset, whole = list(sharded.global_offset), list(sharded.global_shape)
+            offset[axis + dim], whole[axis + dim] = range_.canonical_start, range_.whole
+            data = tensor.narrow(dim, range_.start, range_.end - range_.start)[(None,) * axis]
+            shards.append(
+                replace(
+                    sharded,
+                    key=prefix + range_.name,
+                    data=data,
+                    dtype=tensor.dtype,
+                    local_shape=tuple(data.shape),
+                    prepend_axis_num=0,
+                    global_shape=tuple(whole),
+                    global_offset=tuple(offset),
+                    axis_fragmentations=None,  # kinds differ in size: no regular grid
+                    replica_id=replica_id,
+                )
+            )
+        return shards
+
+    @torch.no_grad()
+    def merge(parts: list[Tensor]) -> Tensor:
+        return torch.cat([part.flatten(0, axis) for part in parts], dim)
+
+    return ShardedTensorFactory(sharded.key, sharded.data, build, merge, sharded.replica_id)

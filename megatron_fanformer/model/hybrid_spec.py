@@ -1,25 +1,31 @@
-"""FAN attention and its MLP as layers of a hybrid stack, for stock Megatron-LM's HybridModel (megatron-core 0.19 on).
+"""HybridModel, megatron-core's model class from 0.19 on: our pipeline stage, and layers for stock Megatron-LM.
 
     --spec megatron_fanformer.model.hybrid_spec fanformer_stack_spec --hybrid-layer-pattern '*-*-|*-*-'
 
 A `*` of the pattern is attention behind FAN, a `-` the MLP; `*-` repeated is a FANformer. The other symbols are
 Megatron's own layers (`M` Mamba, `G` gated delta net, `E` experts), so that FAN attention also serves hybrid stacks.
 (p_ratio 0.25; for another, a module of your own that calls `stack_spec(FANConfig(...))`.)
+
+The pattern of `HybridStage` has a symbol a layer and a `|` between stages. `*`, an attention layer, is there a whole
+TransformerLayer with its MLP, as GPTModel's are: so weights keep their names and numbers, and recomputation its units.
 """
 
 import dataclasses
 from typing import Any
 
-from megatron.core.models.hybrid.hybrid_block import HybridStack
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.ssm.mlp_layer import MLPLayer
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
 
-from megatron_fanformer.model.config import FANConfig
-from megatron_fanformer.model.kernels import TransformerImpl
+from megatron_fanformer.model.config import FANConfig, TransformerImpl
 from megatron_fanformer.model.layer_spec import final_norm, layer_spec, resolve_transformer_impl
+from megatron_fanformer.model.stages import Layers, Stage
 from megatron_fanformer.runtime.layout import FANForm
 
 
@@ -72,3 +78,39 @@ class _LocalStack(HybridStack):
 
 fanformer_stack_spec = stack_spec()
 """The paper's layers, for `--spec` of stock Megatron-LM with `--hybrid-layer-pattern`."""
+
+
+# -- our pipeline stage
+
+
+class HybridStage(Stage, HybridModel):
+    """A stage made of HybridModel."""
+
+    has_boundaries_in_config = False  # they are in the pattern
+
+    @staticmethod
+    def arguments(layers: Layers) -> dict[str, Any]:
+        """Return the whole pattern, in which megatron-core finds the segment of this chunk by itself."""
+        pattern = Symbols.PIPE.join(Symbols.ATTENTION * number for chunk in layers.segments for number in chunk)
+        submodules = HybridStackSubmodules(attention_layer=layers.spec)
+        stack = ModuleSpec(module=Stack, submodules=submodules, params={"final_norm": layers.final_norm})
+        return {"hybrid_stack_spec": stack, "hybrid_layer_pattern": pattern}
+
+
+class Stack(HybridStack):
+    """A HybridStack with any final norm, under the name that checkpoints have for it; its own is the Engine's."""
+
+    def __init__(
+        self, config: TransformerConfig, submodules: Any, *, final_norm: Any, post_process: bool = True, **options: Any
+    ) -> None:
+        super().__init__(config, submodules, post_process=post_process, post_layer_norm=False, **options)
+        self.final_layernorm = None
+        if post_process:
+            self.final_layernorm = build_module(
+                final_norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
+            )
+
+    def forward(self, *inputs: Any, **options: Any) -> Tensor:
+        """Return hidden states [s, b, h], normed on the last stage."""
+        hidden_sbh: Tensor = super().forward(*inputs, **options)
+        return hidden_sbh if self.final_layernorm is None else self.final_layernorm(hidden_sbh)

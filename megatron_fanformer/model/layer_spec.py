@@ -24,9 +24,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.attention import exchanging_heads
-from megatron_fanformer.model.config import FANConfig
+from megatron_fanformer.model.config import FANConfig, TransformerImpl
 from megatron_fanformer.model.fan_layer import ActivatedColumnParallelLinear
-from megatron_fanformer.model.kernels import TransformerImpl
 from megatron_fanformer.model.local_layers import (
     ReplicatedLinear,
     RMSNorm,

@@ -3,8 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from megatron_fanformer.model.config import FANformerConfig, nearest_p_ratio
-from megatron_fanformer.model.kernels import KernelsConfig
+from megatron_fanformer.model.config import FANformerConfig, KernelsConfig, nearest_p_ratio
 from megatron_fanformer.runtime.layout import ParallelConfig
 
 

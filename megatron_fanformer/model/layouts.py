@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_fanformer.configuration import moved_names, value_problems, yaml_value
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.model.kernels import KernelsConfig, TransformerImpl
+from megatron_fanformer.model.config import KernelsConfig, TransformerImpl
 from megatron_fanformer.model.layout_rules import graph_problems
 from megatron_fanformer.runtime.layout import MOVED_FIELDS, ParallelConfig
 

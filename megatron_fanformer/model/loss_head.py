@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor
 
-from megatron_fanformer.model.weight_gradients import stand_in
+from megatron_fanformer.model.local_layers import stand_in
 from megatron_fanformer.ops.cross_entropy import to_gradient
 from megatron_fanformer.ops.matrices import add_product
 

@@ -59,58 +59,69 @@ class Reordering:
 
     @property
     def hidden(self) -> Tensor | None:
-        """The order of the residual stream's coordinates."""
-        return self.model.placement.stream_order(self)
+        """The order of the residual stream's coordinates: of a FAN layer's features, where one writes them."""
+        size = self.model.hidden_size
+        return self.features("stream", size) if self.model.placement.has_fan_mlp else self.order("hidden", size)
 
     @property
     def x_f(self) -> Tensor | None:
         """The order of X_F's coordinates."""
         return self.features("x_f", self.model.hidden_size)
 
-    def features(self, what: str, width: int) -> Tensor | None:
-        """Return the order of what a FAN layer makes, so wide: cos and sin move together."""
-        periodic, linear = self._units(what, width)
+    def features(self, name: str, width: int) -> Tensor | None:
+        """Return the order of a FAN layer's output of that width: cos and sin move together."""
+        periodic, linear = self._units(name, width)
         if periodic is None or linear is None:
             return None
         return torch.cat([periodic, len(periodic) + periodic, 2 * len(periodic) + linear])
 
-    def fan_rows(self, what: str, width: int) -> Tensor | None:
-        """Return the order of the rows [p | g] that make it."""
-        periodic, linear = self._units(what, width)
+    def fan_rows(self, name: str, width: int) -> Tensor | None:
+        """Return the order of the rows [p | g] that make such an output."""
+        periodic, linear = self._units(name, width)
         return None if periodic is None or linear is None else torch.cat([periodic, len(periodic) + linear])
 
-    def _units(self, what: str, width: int) -> tuple[Tensor | None, Tensor | None]:
+    def _units(self, name: str, width: int) -> tuple[Tensor | None, Tensor | None]:
         periodic = int(self.model.fan.p_ratio * width)
-        return self.order(f"{what}, p", periodic), self.order(f"{what}, g", width - 2 * periodic)
+        return self.order(f"{name}, p", periodic), self.order(f"{name}, g", width - 2 * periodic)
 
     def _axes(self, name: str) -> Permutations:
         hidden, placement = self.hidden, self.model.placement
-        channels = self.model.num_attention_heads * self.model.kv_channels
+        qkv_rows, channels = self.model.qkv_rows, self.model.num_attention_heads * self.model.kv_channels
+        width = self.model.ffn_hidden_size
+        fan_rows = self.fan_rows("x_f", self.model.hidden_size)
+        units = self.order("ffn", width)
         rules: dict[str, Permutations] = {
             "word_embeddings.weight": [self.vocabulary, hidden],
             "output_layer.weight": [self.vocabulary, hidden],
-            **placement.attention_orders(self),
+            # The channels of a head stay: rotary positions turn each by an angle of its own.
+            "q_layernorm.weight": [None],
+            "k_layernorm.weight": [None],
+            "linear_qkv.weight": [self._of_groups(qkv_rows), self.x_f if placement.is_in_attention else hidden],
             "linear_proj.weight": [hidden, self._of_groups(channels)],
-            **placement.mlp_orders(self),
+            "fan.linear.weight": [fan_rows, hidden],
+            "fan.linear.bias": [fan_rows],
+            # Rows of values are channels of heads.
+            "fan.v_linear.weight": [None, hidden],
+            "fan.v_linear.bias": [None],
+            "linear_qk.weight": [None, self.x_f],
+            "linear_fc1.weight": [None if units is None else torch.cat([units, len(units) + units]), hidden],
+            "linear_fc2.weight": [hidden, units],
         }
+        if placement.has_fan_mlp:
+            inner, outer = self.fan_rows("ffn", width), self.fan_rows("stream", self.model.hidden_size)
+            rules["linear_fc1.weight"], rules["linear_fc1.bias"] = [inner, hidden], [inner]
+            rules["linear_fc2.weight"], rules["linear_fc2.bias"] = [outer, self.features("ffn", width)], [outer]
         return next((axes for part, axes in rules.items() if part in name), [hidden])  # else a norm
-
-    def qkv_rows(self) -> Tensor | None:
-        """Return the order of the rows of QKV, which query groups move with."""
-        return self._of_groups(self.model.qkv_rows)
 
     def _of_groups(self, rows: int) -> Tensor | None:
         """Return the order of `rows` rows, of which each query group has an equal number."""
-        order: Tensor | None = self.model.placement.group_order(self)
+        if self.model.placement.has_own_values:
+            return None  # a value's channel is a cosine, a sine or linear, and its head cannot move
+        order = self.order("groups", self.model.query_groups)
         return None if order is None else torch.arange(rows).view(len(order), -1)[order].flatten()
 
-    def gate_and_up(self) -> Tensor | None:
-        """Return the order of the rows of a SwiGLU's gate and up."""
-        order = self.order("ffn", self.model.ffn_hidden_size)
-        return None if order is None else torch.cat([order, len(order) + order])
-
-    def order(self, what: str, size: int) -> Tensor | None:
-        """Return an order of so many, by the name of what they are; None for the original."""
+    def order(self, name: str, size: int) -> Tensor | None:
+        """Return an order of so many units of that name; None for the original."""
         if self.number == 0:
             return None
-        return torch.randperm(size, generator=generator_for(self.number, what))
+        return torch.randperm(size, generator=generator_for(self.number, name))

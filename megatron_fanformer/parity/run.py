@@ -14,7 +14,7 @@ import torch
 
 from megatron_fanformer import __version__
 from megatron_fanformer.errors import DivergenceError, InputError
-from megatron_fanformer.model.dtypes import DTYPES
+from megatron_fanformer.model.config import torch_dtype
 from megatron_fanformer.model.layouts import SINGLE, Layout, single_process
 from megatron_fanformer.parity.communication import LayoutCommunication, compare_communication
 from megatron_fanformer.parity.comparison import (
@@ -181,7 +181,9 @@ def calibrate(
     small = shrink(run.model, run.training.micro_batch_size, [layout.parallel for layout in layouts])
     trial = trial_of(config, run, small, pool.device)
     report(SINGLE)
-    baseline = baseline_of(pool.run(1, run_trial, trial, single.parallel)[0], torch.finfo(DTYPES[config.dtype]).eps)
+    baseline = baseline_of(
+        pool.run(1, run_trial, trial, single.parallel)[0], torch.finfo(torch_dtype(config.dtype)).eps
+    )
     noise = []
     for number in range(1, REORDERED_RUNS + 1):
         report(f"{SINGLE}, reordered ({number} of {REORDERED_RUNS})")

@@ -9,11 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron_fanformer.data.batches import DOCUMENT_IDS, micro_batches, shared_batches
-from megatron_fanformer.model.build import build_stages, sharded_state
-from megatron_fanformer.model.config import FANformerConfig
-from megatron_fanformer.model.dtypes import DTYPES
-from megatron_fanformer.model.initialization import draw_weight
-from megatron_fanformer.model.kernels import DEFAULT_KERNELS, KernelsConfig
+from megatron_fanformer.model.build import build_stages, draw_weight, sharded_state
+from megatron_fanformer.model.config import DEFAULT_KERNELS, FANformerConfig, KernelsConfig, torch_dtype
 from megatron_fanformer.parity.recording import (
     OutputRecorder,
     TensorPart,
@@ -95,7 +92,7 @@ def prepared(trial: TrialConfig, layout: ParallelConfig, order: Reordering) -> I
     """Yield a rank of a layout, ready for its first step."""
     with cpu_kernels_of(trial.runtime, trial.device), rank_grid(layout, trial.device, trial.runtime) as grid:
         seed_everything(SEED)
-        dtype = DTYPES[trial.dtype]
+        dtype = torch_dtype(trial.dtype)
         z_loss, kernels = trial.z_loss_coefficient, trial.kernels
         stages = build_stages(
             trial.model, layout, grid, dtype=dtype, seed=None, kernels=kernels, z_loss_coefficient=z_loss

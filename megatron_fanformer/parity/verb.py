@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import InputError, collect_problems
-from megatron_fanformer.model.kernels import TransformerImpl
+from megatron_fanformer.model.config import TransformerImpl
 from megatron_fanformer.options import ANY_FIELD, Verb, option, overrides, path_or_none
 from megatron_fanformer.runtime import device
 from megatron_fanformer.terminal import phases, show

@@ -8,8 +8,7 @@ c = s / C tokens of a sample on one context parallel rank.
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_fanformer.model.config import FANformerConfig, PrecisionConfig
-from megatron_fanformer.model.kernels import KernelsConfig
+from megatron_fanformer.model.config import FANformerConfig, KernelsConfig, PrecisionConfig
 from megatron_fanformer.plan.gradient_buffers import OptimizerStates
 from megatron_fanformer.runtime.layout import ParallelConfig
 

@@ -29,8 +29,7 @@ from megatron_fanformer.data.config import DataConfig
 from megatron_fanformer.data.mixes import FIRST_MIX, first_step, step_problems
 from megatron_fanformer.errors import CorruptError, InputError, broken_fields
 from megatron_fanformer.evaluate.config import EvaluationConfig
-from megatron_fanformer.model.config import PRESETS, FANformerConfig, PrecisionConfig
-from megatron_fanformer.model.kernels import KernelsConfig
+from megatron_fanformer.model.config import PRESETS, FANformerConfig, KernelsConfig, PrecisionConfig
 from megatron_fanformer.model.layout_rules import (
     batch_problems,
     document_problems,
@@ -159,11 +158,11 @@ class RunConfig:
 
     def dtype(self, device: DeviceKind) -> "torch.dtype":
         """Return the type of weights and activations; `auto` resolved for the device."""
-        from megatron_fanformer.model.dtypes import DTYPES
+        from megatron_fanformer.model.config import torch_dtype
 
         if self.precision.dtype == "auto":
-            return DTYPES["bf16" if has_bf16_matrix_units(device) else "fp32"]
-        return DTYPES[self.precision.dtype]
+            return torch_dtype("bf16" if has_bf16_matrix_units(device) else "fp32")
+        return torch_dtype(self.precision.dtype)
 
     def num_micro_batches(self, data_parallel_size: int) -> int:
         """Return micro batches of one replica in a step."""

@@ -5,8 +5,7 @@
 
 from collections.abc import Iterator
 
-from megatron_fanformer.model.config import FANformerConfig, PrecisionConfig
-from megatron_fanformer.model.kernels import DEFAULT_KERNELS, KernelsConfig
+from megatron_fanformer.model.config import DEFAULT_KERNELS, FANformerConfig, KernelsConfig, PrecisionConfig
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.layout import ParallelConfig
 

@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from megatron_fanformer.model.dtypes import DTYPES
+from megatron_fanformer.model.config import torch_dtype
 from megatron_fanformer.ops.matrices import norm
 from megatron_fanformer.plan.gradient_buffers import EMBEDDING
 from megatron_fanformer.train.optimizers import AdamW, OptimizerConfig
@@ -106,7 +106,7 @@ def _make_states(rule: AdamW, torch_optimizer: torch.optim.Optimizer) -> None:
                 initialize(weight, False)  # the Engine's Adam, which notes more of a moment in bf16 than its tensor
                 continue
             torch_optimizer.state[weight] = {
-                name: torch.zeros_like(weight, dtype=DTYPES[rule.state_dtype(name)]) for name in rule.states(group)
+                name: torch.zeros_like(weight, dtype=torch_dtype(rule.state_dtype(name))) for name in rule.states(group)
             }
 
 

@@ -63,13 +63,13 @@ class AdamW(OptimizerStates):
 
     def connect(self, config: Any, optimizer: Any, stages: list[Any]) -> None:
         """Give the torch optimizer of megatron-core's `optimizer` its settings: the formats of states to our Adam."""
-        from megatron_fanformer.model.dtypes import DTYPES
+        from megatron_fanformer.model.config import torch_dtype
         from megatron_fanformer.train.torch_optimizers import Adam
 
         adam = optimizer.optimizer
         if isinstance(adam, Adam):
             names = {name for group in adam.param_groups for name in self.states(group)}
-            adam.state_dtypes = {name: DTYPES[self.state_dtype(name)] for name in names}
+            adam.state_dtypes = {name: torch_dtype(self.state_dtype(name)) for name in names}
 
     def group_of(self, name: str, dimensions: int) -> Group:
         """Return the entries that set a weight's parameter group apart; weights with the same ones share a group.

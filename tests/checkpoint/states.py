@@ -12,8 +12,7 @@ from megatron_fanformer.checkpoint.optimizer_state import stored_state
 from megatron_fanformer.checkpoint.saving import CheckpointSaver
 from megatron_fanformer.checkpoint.training_state import load_training_state, model_state
 from megatron_fanformer.model.build import build_stages
-from megatron_fanformer.model.config import FANformerConfig
-from megatron_fanformer.model.kernels import DEFAULT_KERNELS, KernelsConfig
+from megatron_fanformer.model.config import DEFAULT_KERNELS, FANformerConfig, KernelsConfig
 from megatron_fanformer.runtime.layout import DeviceKind
 from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid, rank_grid
 from megatron_fanformer.runtime.seeding import local_shards, seed_everything

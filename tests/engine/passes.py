@@ -11,8 +11,7 @@ from torch import Tensor
 
 from megatron_fanformer.checkpoint.training_state import model_state
 from megatron_fanformer.model.build import build_stages
-from megatron_fanformer.model.config import FANConfig, FANformerConfig, PrecisionConfig
-from megatron_fanformer.model.kernels import KernelsConfig
+from megatron_fanformer.model.config import FANConfig, FANformerConfig, KernelsConfig, PrecisionConfig
 from megatron_fanformer.parity.recording import TensorPart, gradient_parts
 from megatron_fanformer.parity.reordering import Reordering
 from megatron_fanformer.runtime.layout import ParallelConfig

@@ -13,7 +13,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_fanformer.model.build import HAS_HYBRID_MODEL, transformer_config
+from megatron_fanformer.model.build import transformer_config
+from megatron_fanformer.model.stages import HAS_HYBRID_MODEL
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
 from megatron_fanformer.runtime.rank_pool import JobFailed
 from megatron_fanformer.runtime.seeding import seed_everything

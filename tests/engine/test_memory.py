@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fanformer.model.config import FANformerConfig, PrecisionConfig
-from megatron_fanformer.model.kernels import KernelsConfig
+from megatron_fanformer.model.config import FANformerConfig, KernelsConfig, PrecisionConfig
 from megatron_fanformer.plan.job import Job
 from megatron_fanformer.plan.layer_memory import layer_memory
 from megatron_fanformer.runtime.layout import ParallelConfig

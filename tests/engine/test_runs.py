@@ -10,7 +10,7 @@ import torch
 
 from megatron_fanformer.checkpoint.saving import CheckpointSaver
 from megatron_fanformer.checkpoint.stored_files import STATE_PREFIX, read_table
-from megatron_fanformer.model.kernels import KernelsConfig
+from megatron_fanformer.model.config import KernelsConfig
 from megatron_fanformer.train.metrics import read_metrics
 from megatron_fanformer.train.optimizer import single_optimizers
 from megatron_fanformer.train.optimizers import OptimizerConfig

@@ -29,7 +29,7 @@ from megatron_fanformer.evaluate.scoring import (
 from megatron_fanformer.evaluate.tasks import OF_CHOICES, OF_ONE_ANSWER
 from megatron_fanformer.hf import FANformerForCausalLM
 from megatron_fanformer.model.build import build_stages
-from megatron_fanformer.model.kernels import DEFAULT_KERNELS, KernelsConfig
+from megatron_fanformer.model.config import DEFAULT_KERNELS, KernelsConfig
 from megatron_fanformer.model.layouts import parse_layout
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything

@@ -23,8 +23,8 @@ from megatron.training.argument_utils import (
 )
 from megatron.training.arguments import parse_and_validate_args
 
+from megatron_fanformer.model.build import initialize
 from megatron_fanformer.model.config import FANformerConfig
-from megatron_fanformer.model.initialization import initialize
 from tests.stock_megatron import own_name
 
 SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_fanformer.model.build import build_stages
-from megatron_fanformer.model.config import FANConfig, FANformerConfig
-from megatron_fanformer.model.kernels import KernelsConfig
+from megatron_fanformer.model.config import FANConfig, FANformerConfig, KernelsConfig
 from megatron_fanformer.ops import fan_activation
 from megatron_fanformer.ops.fan_activation import EAGER, Implementation
 from megatron_fanformer.runtime.parallel import ParallelConfig, distributed

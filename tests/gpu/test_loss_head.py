@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_fanformer.model.build import build_stages
-from megatron_fanformer.model.config import FANformerConfig
-from megatron_fanformer.model.kernels import KernelsConfig
+from megatron_fanformer.model.config import FANformerConfig, KernelsConfig
 from megatron_fanformer.ops import cross_entropy
 from megatron_fanformer.runtime.parallel import ParallelConfig, distributed
 from megatron_fanformer.runtime.seeding import seed_everything

@@ -10,8 +10,7 @@ import torch
 
 from megatron_fanformer.checkpoint.training_state import model_state
 from megatron_fanformer.model.build import build_stages
-from megatron_fanformer.model.config import FANConfig, FANformerConfig, PrecisionConfig
-from megatron_fanformer.model.kernels import KernelsConfig
+from megatron_fanformer.model.config import FANConfig, FANformerConfig, KernelsConfig, PrecisionConfig
 from megatron_fanformer.model.layer_spec import chosen_engine_attention, transformer_engine_problem
 from megatron_fanformer.runtime.device import fp8_problem
 from megatron_fanformer.runtime.parallel import ParallelConfig, distributed

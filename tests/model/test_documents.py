@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_fanformer.model.config import FANformerConfig
-from megatron_fanformer.model.kernels import KernelsConfig
+from megatron_fanformer.model.config import FANformerConfig, KernelsConfig
 from megatron_fanformer.model.layout_rules import document_problems
 from megatron_fanformer.model.local_layers import TorchCoreAttention
 from megatron_fanformer.parity.recording import gather_gradients, gradient_parts

@@ -10,9 +10,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron_fanformer.checkpoint import optimizer_state
 from megatron_fanformer.convert.name_table import expected_shapes
+from megatron_fanformer.model.build import initial_std
 from megatron_fanformer.model.config import FANConfig, with_same_parameters
 from megatron_fanformer.model.fan_functions import FANOutput, FANShard
-from megatron_fanformer.model.initialization import initial_std
 from megatron_fanformer.runtime.parallel import ParallelConfig
 from megatron_fanformer.runtime.seeding import generator_for
 from tests.plain_model import from_transformers, train_plain

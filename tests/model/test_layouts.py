@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.model.kernels import KernelsConfig
+from megatron_fanformer.model.config import KernelsConfig
 from megatron_fanformer.model.layouts import own_layout, parse_layout
 from megatron_fanformer.runtime.layout import ParallelConfig, layout_chunks
 

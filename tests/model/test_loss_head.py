@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fanformer.model.build import build_stages
-from megatron_fanformer.model.config import FANformerConfig
-from megatron_fanformer.model.kernels import KernelsConfig
+from megatron_fanformer.model.config import FANformerConfig, KernelsConfig
 from megatron_fanformer.model.loss_head import LossHead
 from megatron_fanformer.parity.recording import TensorPart
 from megatron_fanformer.parity.trial import TrialConfig, run_trial

@@ -9,14 +9,14 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_fanformer.model import build
+from megatron_fanformer.model import build, stages
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
 from megatron_fanformer.runtime.seeding import generator_for, seed_everything
 from tests.tiny import tiny_model
 from tests.train.layouts import TrainedCase, gather, layout, ranks_of, shards_of, train_stream
 
-pytestmark = pytest.mark.skipif(not build.HAS_HYBRID_MODEL, reason="HybridModel comes with megatron-core 0.19")
+pytestmark = pytest.mark.skipif(not stages.HAS_HYBRID_MODEL, reason="HybridModel comes with megatron-core 0.19")
 
 STREAM = torch.randint(128, (2, 4, 65), generator=torch.Generator().manual_seed(1))
 
@@ -45,8 +45,8 @@ CASES: dict[str, tuple[FANformerConfig, ParallelConfig]] = {
 
 def made_of(name: str) -> Any:
     """Within it stages are made of that model class."""
-    from megatron_fanformer.model.stages.gpt import GPTStage
-    from megatron_fanformer.model.stages.hybrid import HybridStage
+    from megatron_fanformer.model.hybrid_spec import HybridStage
+    from megatron_fanformer.model.stages import GPTStage
 
     classes = {"gpt": GPTStage, "hybrid": HybridStage}
     return mock.patch.object(build, "stage_class", lambda: classes[name])

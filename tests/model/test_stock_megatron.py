@@ -19,7 +19,7 @@ from megatron_fanformer.checkpoint.stored_files import read_table
 from megatron_fanformer.model.build import build_stages, transformer_config
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from megatron_fanformer.model.local_layers import RMSNorm
-from megatron_fanformer.model.stages.gpt import GPTStage
+from megatron_fanformer.model.stages import GPTStage
 from megatron_fanformer.runtime.layout import DeviceKind
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything

@@ -18,9 +18,17 @@ from megatron_fanformer.hf.modeling_fanformer import FANActivation, FANformerAtt
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from megatron_fanformer.model.fan_layer import ActivatedColumnParallelLinear, FANProjection
 from megatron_fanformer.model.local_layers import LocalBackend
-from megatron_fanformer.model.placements import PLACEMENTS
-from megatron_fanformer.model.placements.attention import FAN_ROWS, fan_tensors
-from megatron_fanformer.model.placements.base import SWIGLU, FANMap, H, Placement, Rows, Shape
+from megatron_fanformer.model.placements import (
+    FAN_ROWS,
+    PLACEMENTS,
+    SWIGLU,
+    FANMap,
+    H,
+    Placement,
+    Rows,
+    Shape,
+    fan_tensors,
+)
 
 NAME = "mlp_input"
 FAN = "mlp.linear_fc1.fan.linear"

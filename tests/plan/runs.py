@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from megatron_fanformer.model.config import FANformerConfig, PrecisionConfig
-from megatron_fanformer.model.kernels import KernelsConfig
+from megatron_fanformer.model.config import FANformerConfig, KernelsConfig, PrecisionConfig
 from megatron_fanformer.plan.job import Job
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.train.config import RunConfig, config_from_dict

@@ -12,9 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fanformer.data.batches import shared_batches
 from megatron_fanformer.model.build import build_stages
-from megatron_fanformer.model.config import FANConfig, PrecisionConfig
-from megatron_fanformer.model.dtypes import DTYPES
-from megatron_fanformer.model.kernels import KernelsConfig
+from megatron_fanformer.model.config import FANConfig, KernelsConfig, PrecisionConfig, torch_dtype
 from megatron_fanformer.plan.communication import (
     CommunicationLine,
     communication,
@@ -122,7 +120,7 @@ class Dispatched(TorchDispatchMode):
 
 def count_step(job: Job, clip_grad: float = 1.0) -> CountedRank:
     """Count the second training step of a run on this rank."""
-    dtype = DTYPES[job.precision.dtype]
+    dtype = torch_dtype(job.precision.dtype)
     parallel = job.parallel
     with rank_grid(parallel, "cpu") as grid:
         seed_everything(0)

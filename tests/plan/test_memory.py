@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from megatron_fanformer.model.build import build_stages
-from megatron_fanformer.model.config import PRESETS, FANConfig, FANformerConfig, PrecisionConfig
-from megatron_fanformer.model.kernels import KernelsConfig
+from megatron_fanformer.model.config import PRESETS, FANConfig, FANformerConfig, KernelsConfig, PrecisionConfig
 from megatron_fanformer.plan.gradient_buffers import chunks, weights
 from megatron_fanformer.plan.job import Job
 from megatron_fanformer.plan.layer_memory import LayerShapes, core_attention

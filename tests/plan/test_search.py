@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.model.config import PRESETS, FANConfig, FANformerConfig, PrecisionConfig
-from megatron_fanformer.model.kernels import KernelsConfig
+from megatron_fanformer.model.config import PRESETS, FANConfig, FANformerConfig, KernelsConfig, PrecisionConfig
 from megatron_fanformer.model.layout_rules import layout_problems
 from megatron_fanformer.plan.estimate import Estimate, estimate, for_machine, job_of, problems
 from megatron_fanformer.plan.machines import DRIVERS_SHARE, Machine, load_machine

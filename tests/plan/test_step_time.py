@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.model.config import FANConfig, FANformerConfig, PrecisionConfig
-from megatron_fanformer.model.kernels import KernelsConfig
+from megatron_fanformer.model.config import FANConfig, FANformerConfig, KernelsConfig, PrecisionConfig
 from megatron_fanformer.plan.gradient_buffers import first_stage_buckets
 from megatron_fanformer.plan.job import Job, training_flops_per_token
 from megatron_fanformer.plan.machines import Link, Machine, load_machine

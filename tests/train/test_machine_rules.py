@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fanformer.model.config import PRESETS, FANConfig, PrecisionConfig
-from megatron_fanformer.model.kernels import KernelsConfig
+from megatron_fanformer.model.config import PRESETS, FANConfig, KernelsConfig, PrecisionConfig
 from megatron_fanformer.runtime import device
 from megatron_fanformer.runtime.cuda_on_cpu import FUSED_GRADIENT_KERNEL
 from megatron_fanformer.runtime.layout import ParallelConfig

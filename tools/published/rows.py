@@ -18,8 +18,7 @@ from published.software import Practice, practice_of
 
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.model.config import FANConfig, FANformerConfig, PrecisionConfig
-from megatron_fanformer.model.kernels import KernelsConfig
+from megatron_fanformer.model.config import FANConfig, FANformerConfig, KernelsConfig, PrecisionConfig
 from megatron_fanformer.plan.job import Job, training_flops_per_token
 from megatron_fanformer.plan.machines import Machine, known_machines
 from megatron_fanformer.plan.step_time import step_time

@@ -1,15 +1,12 @@
-"""Base of FAN's placements in the layer: their tensors, formulas, modules and rules.
+"""The placements of FAN in the layer, by the name in `model.fan.placement`: tensors, modules and rules of each.
 
-`Placement` is an ordinary Transformer's layer; each placement of FAN is a class that overrides the differences, and
-`PLACEMENTS` holds one object of each by its name in `model.fan.placement`. Configuration is checked before torch is
-imported, so these modules import it, and Megatron, inside the methods that build or compute.
-
-Formulas return plain numbers, which planning/ gives their types; a layer's sizes are passed in.
+`Placement` is an ordinary Transformer's layer; each placement of FAN is a class that overrides the differences.
+Configuration is checked before torch is imported, so that methods which build or compute import it, and Megatron.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from megatron_fanformer.runtime.layout import FANForm
 
@@ -257,30 +254,205 @@ class Placement:
             f"no FAN map in front of attention to recompute; {instead}"
         )
 
-    # -- the same model with its numbers in another order (parity/reordering.py; `order` is its Reordering)
 
-    def stream_order(self, order: Any) -> Any:
-        """Return the order of the residual stream's coordinates."""
-        return order.order("hidden", order.model.hidden_size)
+# -- in front of attention
 
-    def group_order(self, order: Any) -> Any:
-        """Return the order of the query groups."""
-        return order.order("groups", order.model.query_groups)
+FAN, V_FAN, QK = "self_attention.fan.linear", "self_attention.fan.v_linear", "self_attention.linear_qk"
 
-    def attention_orders(self, order: Any) -> dict[str, list[Any]]:
-        """Return the order of each axis of the tensors in front of core attention.
+FAN_ROWS = Size("P + G", lambda model: model.hidden_size - model.periodic_size)
+V_FAN_ROWS = Size("Pv + Gv", lambda model: model.value_size - int(model.fan.value_p_ratio * model.value_size))
+QK_ROWS = Size("(n + k) d", lambda model: model.qkv_rows)
 
-        The channels of a head stay: rotary positions turn each by an angle of its own.
+
+def fan_tensors(name: str, shape: tuple[Size, ...], reference: str | None, hf: str) -> tuple[LayerTensor, LayerTensor]:
+    """Return weight and bias of a FAN map, whose rows [p | g] are alike in all formats."""
+    of_reference = [() if reference is None else (f"{reference}.{part}",) for part in ("weight", "bias")]
+    rows = "rows [p | g]"
+    return (
+        LayerTensor(f"{name}.weight", shape, of_reference[0], (f"{hf}.weight",), rows, rows),
+        LayerTensor(
+            f"{name}.bias", shape[:1], of_reference[1], (f"{hf}.bias",), rows, rows, lambda model: model.fan.bias
+        ),
+    )
+
+
+FAN_TENSORS = fan_tensors(FAN, (FAN_ROWS, H), "att_proj.fanlayer.input_linear", "self_attn.fan")
+
+
+class QKV(Placement):
+    """Queries, keys and values are projected from X_F."""
+
+    name = "qkv"
+    title = "FANformer"
+    is_fanformer = is_in_attention = True
+    attention_tensors: ClassVar[tuple[LayerTensor, ...]] = (*FAN_TENSORS, linear_qkv("att_proj.linear.weight"))
+    own_tensors = frozenset({FAN})
+    reference_fields: ClassVar[Mapping[str, Any]] = {"block_type": "sequential", "use_ATF": True}
+    fan_forms: ClassVar[Mapping[FANForm, str]] = {"column": "FAN column", "sequence": "FAN sequence"}
+
+    def outputs(self, fan: "FANConfig", hidden_size: int, value_size: int) -> list[tuple[int, float]]:
+        """Return X_F alone."""
+        return [(hidden_size, fan.p_ratio)]
+
+    def maps(self, model: "FANformerConfig") -> list[FANMap]:
+        """Return the map of X_F, and the values' where they have one."""
+        outputs = self.outputs(model.fan, model.hidden_size, model.value_size)
+        names = ((f"{FAN}.weight", "p_ratio"), (f"{V_FAN}.weight", "v_p_ratio"))
+        return [FANMap(*name, *output) for name, output in zip(names, outputs, strict=False)]
+
+    def seen_maps(self, layer: Mapping[str, Shape]) -> list[Rows]:
+        """Return that of X_F, which is as wide as the stream."""
+        return [(layer[FAN][0], layer["input_layernorm"][0])]
+
+    def reference_qkv(self, model: "FANformerConfig", block: Callable[[str], Any], x: Any, fan: Any) -> Sequence[Any]:
+        """Return the parts of a product of X_F."""
+        x_f = fan("att_proj.fanlayer", x, model.hidden_size)
+        return self._split(model, x_f @ block("att_proj.linear.weight").T)
+
+    def attention(self) -> tuple[Any, Any]:
+        """Return Megatron's self-attention behind a FAN map."""
+        from megatron_fanformer.model.attention import FANSelfAttention, FANSelfAttentionSubmodules
+
+        return FANSelfAttention, FANSelfAttentionSubmodules
+
+    def recompute_problems(self, model: "FANformerConfig", tensor: int) -> Iterator[str]:
+        """Yield nothing: X_F is freed."""
+        yield from ()
+
+
+class QKAndV(QKV):
+    """Queries and keys are projected from X_F; values are the output of a FAN layer of their own."""
+
+    name = "qk_and_v"
+    attention_tensors = (
+        *FAN_TENSORS,
+        *fan_tensors(V_FAN, (V_FAN_ROWS, H), "v_fan.input_linear", "self_attn.v_fan"),
+        LayerTensor(
+            f"{QK}.weight",
+            (QK_ROWS, H),
+            ("att_proj.linear.weight",),
+            QKV_PARTS[:2],
+            "all q, then all k",
+            "separate q and k",
+        ),
+    )
+    own_tensors = frozenset({FAN, V_FAN})
+    reference_fields: ClassVar[Mapping[str, Any]] = {"block_type": "fanformer", "use_ATF": True}
+    has_own_values = True
+
+    def outputs(self, fan: "FANConfig", hidden_size: int, value_size: int) -> list[tuple[int, float]]:
+        """Return X_F and the values."""
+        return [(hidden_size, fan.p_ratio), (value_size, fan.value_p_ratio)]
+
+    def seen_maps(self, layer: Mapping[str, Shape]) -> list[Rows]:
+        """Return that of X_F and of the values, which are as wide as all keys."""
+        hidden_size = layer["input_layernorm"][0]
+        return [*super().seen_maps(layer), (layer[V_FAN][0], layer[QK][0] - hidden_size)]
+
+    def reference_qkv(self, model: "FANformerConfig", block: Callable[[str], Any], x: Any, fan: Any) -> Sequence[Any]:
+        """Return queries and keys of a product of X_F, and the values' FAN layer."""
+        return [*super().reference_qkv(model, block, x, fan), fan("v_fan", x, model.value_size)]
+
+    def qkv_rows(self, model: "FANformerConfig") -> int:
+        """Return those of queries and keys alone."""
+        return super().qkv_rows(model) - model.value_size
+
+    def attention(self) -> tuple[Any, Any]:
+        """Return an attention whose FAN map has two outputs."""
+        from megatron_fanformer.model.attention import FANSelfAttentionSubmodules, FANValueAttention
+
+        return FANValueAttention, FANSelfAttentionSubmodules
+
+    def recompute_problems(self, model: "FANformerConfig", tensor: int) -> Iterator[str]:
+        """Yield where keeping p | g in place of the outputs saves nothing.
+
+        Attention keeps the values, which on one rank are the map's own output: only X_F (and a GELU's g) is freed.
         """
-        return {
-            "q_layernorm.weight": [None],
-            "k_layernorm.weight": [None],
-            "linear_qkv.weight": [order.qkv_rows(), order.hidden],
-        }
+        if tensor == 1 and model.fan.activation != "gelu" and model.fan_rows >= model.hidden_size:
+            yield (
+                f"parallel.recompute_modules has fan, but at placement {self.name} and tensor_model_parallel_size 1 it "
+                f"frees X_F, {model.hidden_size} wide, and keeps p | g of both outputs, {model.fan_rows} wide; remove "
+                "it"
+            )
 
-    def mlp_orders(self, order: Any) -> dict[str, list[Any]]:
-        """Return the order of each axis of the MLP's tensors."""
-        return {
-            "linear_fc1.weight": [order.gate_and_up(), order.hidden],
-            "linear_fc2.weight": [order.hidden, order.order("ffn", order.model.ffn_hidden_size)],
-        }
+
+# -- in place of the MLP
+
+ROWS_1 = Size("P1 + G1", lambda model: model.ffn_maps[0][0])
+ROWS_2 = Size("P2 + G2", lambda model: model.ffn_maps[1][0])
+FIRST, SECOND = "mlp.linear_fc1", "mlp.linear_fc2"
+
+
+class FFN(Placement):
+    """Two FAN layers in place of the MLP."""
+
+    name = "ffn"
+    title = "Transformer with FAN layers for its MLP"
+    in_words = "FAN layers in place of its MLP"
+    is_fanformer = True
+    mlp_tensors = (
+        *fan_tensors(FIRST, (ROWS_1, H), None, "mlp.fan_1"),
+        *fan_tensors(SECOND, (ROWS_2, F), None, "mlp.fan_2"),
+    )
+    reference_fields = None
+    fan_forms: ClassVar[Mapping[FANForm, str]] = {"column": "FAN layers for the FFN"}
+    has_engine_layers = False
+    has_fan_mlp = True
+    rows_are_of = " in the first layer"
+    ffn_unit = 4
+
+    def maps(self, model: "FANformerConfig") -> list[FANMap]:
+        """Return the first layer's: ranks share the columns of the second map, and so no row of it."""
+        return [FANMap(f"{FIRST}.weight", "p_ratio", model.ffn_hidden_size, model.fan.p_ratio)]
+
+    def seen_maps(self, layer: Mapping[str, Shape]) -> list[Rows]:
+        """Return the first layer's, as wide as the second's input."""
+        return [(layer[FIRST][0], layer[SECOND][1])]
+
+    def fits(self, layer: Mapping[str, Shape]) -> bool:
+        """Return whether the first map has not the rows of a SwiGLU's gate and up."""
+        return layer[FIRST][0] != 2 * layer[SECOND][1]
+
+    def ffn_maps(self, model: "FANformerConfig") -> tuple[Rows, Rows]:
+        """Return (1 - p_ratio) f rows of h columns, and (1 - p_ratio) h rows of f."""
+        h, f, p_ratio = model.hidden_size, model.ffn_hidden_size, model.fan.p_ratio
+        return (f - int(p_ratio * f), h), (h - int(p_ratio * h), f)
+
+    def parameters_of_ffn_unit(self, model: "FANformerConfig") -> float:
+        """Return those of the share of rows that one more of the width takes."""
+        return (1 - model.fan.p_ratio) * (2 * model.hidden_size + model.fan.bias)
+
+    def local_mlp(self, fan: "FANConfig") -> Any:
+        """Return megatron-core's MLP of two FAN layers."""
+        from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+
+        from megatron_fanformer.model.fan_ffn import FANFeedForwardBackend
+
+        return get_mlp_module_spec_for_backend(backend=FANFeedForwardBackend(fan))
+
+    def mlp_fields(self, *, on_cpu: bool) -> dict[str, Any]:
+        """Return that nothing acts between the two."""
+        from megatron_fanformer.model.fan_ffn import already_activated
+
+        return {"activation_func": already_activated}
+
+    def recompute_problems(self, model: "FANformerConfig", tensor: int) -> Iterator[str]:
+        """Yield the recomputations of these layers."""
+        yield self._nothing_to_recompute("name mlp in its place")
+
+
+PLACEMENTS: dict[str, Placement] = {placement.name: placement for placement in (QKV(), QKAndV(), FFN(), Placement())}
+TRANSFORMER = Placement.name
+
+if TYPE_CHECKING:
+    PlacementName = str
+else:
+    PlacementName = Literal[tuple(PLACEMENTS)]
+
+
+def all_tensors() -> dict[LayerTensor, list[str]]:
+    """Return every tensor that a layer may have, with the placements that have it."""
+    of_attention = [tensor for each in PLACEMENTS.values() for tensor in each.attention_tensors]
+    of_mlp = [tensor for each in PLACEMENTS.values() for tensor in each.mlp_tensors]
+    tensors = dict.fromkeys([INPUT_NORM, *of_attention, *HEAD_NORMS, PROJECTION, MLP_NORM, *of_mlp])
+    return {tensor: [name for name, each in PLACEMENTS.items() if tensor in each.all_tensors()] for tensor in tensors}

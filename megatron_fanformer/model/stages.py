@@ -1,4 +1,4 @@
-"""A pipeline stage, of whichever of megatron-core's model classes.
+"""A pipeline stage of the model on megatron-core's model class: `HybridModel` from 0.19 on, `GPTModel` before.
 
 The rest of the package relies on this alone: a stage is called with tokens, positions and a mask, and gives logits
 [b, s, v], or the losses [b, s] of labels; it has the parts below, and its weights the same names in every class, in
@@ -11,13 +11,18 @@ The rest of the package relies on this alone: a stage is called with tokens, pos
 Shapes: b micro batch, s sequence, v this tensor parallel rank's rows of the vocabulary.
 """
 
+import importlib.util
 from typing import Any, NamedTuple
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
 from megatron_fanformer.model.loss_head import LossHead, rule_out_padding
+
+HAS_HYBRID_MODEL = importlib.util.find_spec("megatron.core.models.hybrid") is not None  # from 0.19 on
 
 
 class Layers(NamedTuple):
@@ -83,3 +88,13 @@ class Stage(torch.nn.Module):
     @property
     def _scored_columns(self) -> int | None:
         return None if self.training else self.own_tokens
+
+
+class GPTStage(Stage, GPTModel):
+    """A stage made of GPTModel, megatron-core's model class up to 0.18; from 0.19 on it is deprecated."""
+
+    @staticmethod
+    def arguments(layers: Layers) -> dict[str, Any]:
+        """Return as many layers as this chunk has; megatron-core numbers them by its configuration."""
+        specs = [layers.spec] * layers.segments[layers.chunk][layers.stage]
+        return {"transformer_layer_spec": TransformerBlockSubmodules(layer_specs=specs, layer_norm=layers.final_norm)}
