@@ -266,9 +266,7 @@ class RunConfig:
 
     def joint_problems(self, data_parallel_size: int) -> list[str]:
         """Return the rules between sections that it breaks at that number of replicas, one line each."""
-        ranks = data_parallel_size * self.parallel.model_parallel_size
-        profile_problems = self.logging.profile_problems(ranks, self.training.train_iters)
-        return [*self.problems_of_layout(), *self.problems_of_steps(data_parallel_size), *profile_problems]
+        return [*self.problems_of_layout(), *self.problems_of_steps(data_parallel_size)]
 
     def problems_of_layout(self) -> list[str]:
         """Return the rules between sections that it breaks and that hold for any batch, one line each."""

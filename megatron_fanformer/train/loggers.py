@@ -82,32 +82,21 @@ class LoggingConfig:
             *broken_fields("logging", self, "be at least 1", lambda value: value < 1, "log_interval"),
             *broken_fields("logging", self, "be at least 1, or null", lambda value: value < 1, *intervals),
             *broken_fields("logging", self, "be above 1", lambda value: not value > 1, "straggler_factor"),
-            *broken_fields("logging", self, "be [FIRST, LAST] with 1 <= FIRST <= LAST", _is_no_span, "profile_steps"),
-            *broken_fields("logging", self, "be ranks, from 0 on, or null", _are_no_ranks, "profile_ranks"),
+            *broken_fields(
+                "logging",
+                self,
+                "be [FIRST, LAST] with 1 <= FIRST <= LAST",
+                lambda steps: len(steps) != 2 or not 1 <= steps[0] <= steps[1],
+                "profile_steps",
+            ),
+            *broken_fields(
+                "logging",
+                self,
+                "be ranks, from 0 on, or null",
+                lambda ranks: not ranks or min(ranks) < 0,
+                "profile_ranks",
+            ),
         ]
-
-    def profile_problems(self, ranks: int, steps: int | None) -> list[str]:
-        """Return the steps and ranks to profile that a run does not have, one line each; steps None: not known yet."""
-        problems = []
-        if steps is not None and self.profile_steps is not None and self.profile_steps[1] > steps:
-            problems.append(
-                f"logging.profile_steps is {self.profile_steps}, and the run ends with step {steps}; name steps "
-                "that it takes, or set it to null"
-            )
-        if self.profile_ranks is not None and (missing := [rank for rank in self.profile_ranks if rank >= ranks]):
-            problems.append(
-                f"logging.profile_ranks has rank {missing[0]}, and the run has ranks 0 to {ranks - 1}; name those that "
-                "it has, or set it to null for all"
-            )
-        return problems
-
-
-def _is_no_span(steps: list[int]) -> bool:
-    return len(steps) != 2 or not 1 <= steps[0] <= steps[1]
-
-
-def _are_no_ranks(ranks: list[int]) -> bool:
-    return not ranks or min(ranks) < 0
 
 
 def logger_problems(config: LoggingConfig) -> list[str]:

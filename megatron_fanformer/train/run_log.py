@@ -74,7 +74,14 @@ class RunLog:
         logging.getLogger().removeHandler(unwritten)
         assert isinstance(unwritten, MemoryHandler), "a log has one file"
         if file is not None:
-            handler = _open(file)
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                handler = logging.FileHandler(file, encoding="utf-8")  # appends: a resumed run keeps its earlier log
+            except OSError as error:
+                raise InputError(
+                    f"log file {file} cannot be written ({error.strerror}); name another with --log-file or "
+                    "logging.folder"
+                ) from None
             pattern = f"%(asctime)s %(levelname)s rank {self._rank} %(name)s: %(message)s"
             handler.setFormatter(logging.Formatter(pattern))
             unwritten.setTarget(handler)
@@ -124,18 +131,6 @@ def log_if_slow(doing: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def _open(file: Path) -> logging.FileHandler:
-    if file.is_fifo():
-        raise InputError(f"log file {file} is a pipe, which waits for a reader; name a file")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        return logging.FileHandler(file, encoding="utf-8")  # appends: a resumed run keeps what it logged before
-    except OSError as error:
-        raise InputError(
-            f"log file {file} cannot be written ({error.strerror}); name another with --log-file or logging.folder"
-        ) from None
 
 
 class _Terminal(logging.Handler):
