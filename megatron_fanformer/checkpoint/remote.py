@@ -84,14 +84,7 @@ class RemoteRun:
 
         Args:
             advance: is called after each file.
-
-        Raises:
-            CorruptError: the checkpoint has no sound manifest; nothing is published.
         """
-        if not (checkpoint / MANIFEST).is_file():
-            raise CorruptError(
-                f"{checkpoint} has no {MANIFEST}, and cannot be copied; the next checkpoint will have one"
-            )
         content = (checkpoint / MANIFEST).read_bytes()
         if checkpoint.name not in self.complete() or self.manifest_of(checkpoint.name) != content:
             self._put(checkpoint, content, advance)

@@ -1,10 +1,10 @@
 """FANformer for transformers: forward, key/value cache, generation, gradient checkpointing.
 
-Source: "Reasoning is Periodicity?" (NeurIPS 2025). This file and `configuration_fanformer.py` are copied
-verbatim into every exported folder, so they import torch and transformers alone.
+Source: "Reasoning is Periodicity?" (NeurIPS 2025). This file and `configuration_fanformer.py` are copied verbatim into
+every export, so they import only torch and transformers.
 
-Shapes: b batch, s tokens, t tokens including those in the cache, h hidden size, n query heads, k key and value
-heads, d head size, f inner width of the MLP, v vocabulary.
+Shapes: b batch, s tokens, t tokens including those in the cache, h hidden size, n query heads, k key and value heads,
+d head size, f inner width of the MLP, v vocabulary.
 """
 
 import warnings
@@ -29,7 +29,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .configuration_fanformer import FANformerConfig
 
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
-"""transformers' name for the keys and values of past tokens: `cache` from 5.24 on."""
+"""transformers' name of the key/value cache: `cache` from 5.24 on."""
 PASSED_ON = {
     *TransformersKwargs.__annotations__,
     "return_dict",  # set by pipeline stages, which read outputs by name
@@ -39,7 +39,7 @@ PASSED_ON = {
     *("logits_indices", "logits_processor_args"),
     *("attention_instances", "forward_batch"),  # read by the attention of vLLM and SGLang
 }
-"""Arguments that `forward` hands on; it refuses any other, because one that nothing reads changes the result unseen."""
+"""Arguments that `forward` passes on. It refuses any other: one that nothing reads changes the result silently."""
 
 
 class FANformerRMSNorm(nn.Module):
@@ -58,10 +58,9 @@ class FANformerRMSNorm(nn.Module):
 
 
 class FANActivation(nn.Module):
-    """[p | g] -> [cos p, sin p, g]; `width` wide, of which p is the share `p_ratio`.
+    """[p | g] -> [cos p, sin p, g], `width` wide; p is the share `p_ratio` of it.
 
-    The map that makes p | g is an `nn.Linear` of whoever owns this, as quantisers and adapters (peft) look for: what
-    they put in its place gives p | g, too.
+    The map to [p | g] is an `nn.Linear` of the owner, which quantisers and adapters (peft) can replace.
     """
 
     def __init__(self, config: FANformerConfig, width: int, p_ratio: float) -> None:
@@ -79,10 +78,9 @@ class FANActivation(nn.Module):
 
 
 class FANformerRotaryEmbedding(nn.Module):
-    """cos and sin of the rotary positions; scaled ones by transformers' own formulas.
+    """cos and sin of the rotary positions; scaled positions follow transformers' formulas.
 
-    The frequencies are not a buffer: they are as cheap to compute as to keep, and so stay in float32 when the
-    model is cast.
+    The frequencies are not a buffer: they are cheap to compute, and so stay in float32 when the model is cast.
     """
 
     def __init__(self, config: FANformerConfig) -> None:
@@ -202,9 +200,7 @@ class FANformerFANAttention(FANformerAttention):
 
 
 class FANformerFANValueAttention(FANformerFANAttention):
-    """Self-attention whose queries and keys are projected from FAN's output, and whose values are a FAN output of their
-    own.
-    """
+    """Self-attention whose queries and keys are projected from FAN's output, and whose values are another's output."""
 
     def add_values(self, config: FANformerConfig, value_size: int) -> None:
         """Add the values' FAN map."""
@@ -225,9 +221,9 @@ class FANformerFANValueAttention(FANformerFANAttention):
 
 
 def residual_linear(in_features: int, out_features: int, layer_idx: int, *, bias: bool = False) -> nn.Linear:
-    """Return a linear map that writes into the residual stream; its initial weights shrink with depth.
+    """Return a linear map into the residual stream, whose initial weights shrink with depth.
 
-    No class of its own: bitsandbytes replaces `nn.Linear` itself, and no subclass.
+    It is no subclass, since bitsandbytes replaces only `nn.Linear` itself.
     """
     linear = nn.Linear(in_features, out_features, bias=bias)
     linear.layer_idx = layer_idx  # type: ignore[assignment]
@@ -271,7 +267,7 @@ LAYER_PARTS: dict[str, tuple[type[FANformerAttention], type[nn.Module]]] = {
     "ffn": (FANformerAttention, FANformerFANLayers),
     "none": (FANformerAttention, FANformerMLP),
 }
-"""Attention and MLP of each placement; `FAN_PLACEMENTS` has the rest that it decides."""
+"""Attention and MLP of each placement; `FAN_PLACEMENTS` has its other properties."""
 
 
 class FANformerDecoderLayer(GradientCheckpointingLayer):
@@ -309,7 +305,7 @@ class FANformerPreTrainedModel(PreTrainedModel):
     _can_record_outputs = {"hidden_states": FANformerDecoderLayer, "attentions": FANformerAttention}
 
     def _init_weights(self, module: nn.Module) -> None:
-        """The reference's `mitchell`: normal, cut at 3 standard deviations of 1/sqrt(fan in), biases zero.
+        """Draw the reference's `mitchell`: normal of 1/sqrt(fan in), cut at 3 standard deviations; biases are zero.
 
         Maps into the residual stream have 1/sqrt(2 * fan in * (layer + 1)), layers counted from 0.
         """
@@ -352,7 +348,7 @@ class FANformerModel(FANformerPreTrainedModel):
         cache: Any = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
-        """Return ids [b, s], or their embeddings [b, s, h] -> hidden states [b, s, h] after the last norm.
+        """Map ids [b, s], or their embeddings [b, s, h], to hidden states [b, s, h] after the last norm.
 
         Args:
             past_key_values: keys and values of past tokens, before transformers 5.24.
@@ -428,11 +424,11 @@ class FANformerForCausalLM(FANformerPreTrainedModel, GenerationMixin):
         cache: Any = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
-        """Return ids [b, s] -> logits [b, s, v], and the mean next-token loss where `labels` [b, s] are given.
+        """Map ids [b, s] to logits [b, s, v], and to the mean next-token loss if `labels` [b, s] are given.
 
         Args:
             labels: the ids again (they are shifted here), -100 for tokens that do not count.
-            logits_to_keep: logits of only the last that many tokens (0: all), or of the token positions in it.
+            logits_to_keep: the number of last tokens to return logits of (0: all), or their positions.
         """
         outputs: BaseModelOutputWithPast = self.model(
             input_ids=input_ids,
