@@ -1,4 +1,4 @@
-"""Markdown as the program writes it: tables, code, and what others wrote as text in it."""
+"""Markdown output: tables, blocks of code, and escaped text."""
 
 from collections.abc import Iterable, Sequence
 

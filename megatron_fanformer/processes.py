@@ -93,9 +93,9 @@ def _stop_signals() -> list[signal.Signals]:
 
 @contextmanager
 def _handled(handlers: dict[signal.Signals, Any], wakeup: int, *, is_last: bool = False) -> Iterator[None]:
-    """Handle signals as given, with the file that Python writes them to (-1: none); restores what they did before.
+    """Handle signals by the given handlers, and by the file that Python writes them to (-1: none); restore both after.
 
-    Inside, none is held; what was held before comes at once. At the end, those that were held are ignored: this
+    Inside, none is held: held signals arrive at once. At the end, those that were held are ignored: this
     thread holds them again, but the default action of one that reaches another thread would end the process.
 
     Args:
@@ -138,7 +138,7 @@ def ended_by_stop_signals(report: Callable[[str], None], *, outcome: str = NOTHI
     waiting in a library for minutes, where Python runs no handler.
 
     Args:
-        outcome: the end of the line, after the signal's name: what is safe, and how to go on.
+        outcome: the end of the line, after the signal's name: the state of the work, and how to go on.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -170,7 +170,7 @@ def unwound_by_stop_signals(*, outcome: str) -> Iterator[None]:
     The first signal ends it, and later ones are ignored meanwhile. A signal to save is ignored.
 
     Args:
-        outcome: the end of the line, after the signal's name: what is safe, and how to go on.
+        outcome: the end of the line, after the signal's name: the state of the work, and how to go on.
 
     Raises:
         Interrupted: a signal came, and the work has ended.
@@ -203,7 +203,7 @@ def _leave_pipe_in_forks() -> None:
 
 
 def freeze_gc() -> None:
-    """Collect, and have no later collection look through what stays: for a process that does one run after another.
+    """Collect garbage, and exclude all remaining objects from later collections: for a process of many runs.
 
     torch and megatron-core are half a second of each collection.
     """

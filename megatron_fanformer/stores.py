@@ -40,8 +40,8 @@ def is_url(path: str | Path) -> bool:
 
 def scheme_of(url: str) -> str:
     """Return the scheme of a URL, such as s3."""
-    found = _SCHEME.match(url)
-    return found[1] if found else ""
+    match = _SCHEME.match(url)
+    return match[1] if match else ""
 
 
 def url_problem(name: str, url: str | None, *, kind: str = "a folder's URL, such as s3://bucket/run") -> str | None:

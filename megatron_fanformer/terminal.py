@@ -1,4 +1,4 @@
-"""Output to a terminal or a pipe: tables, labels, progress, and what happens once nobody reads it.
+"""Output to a terminal or a pipe: tables, labels, progress, and the end of output that nobody reads.
 
 A row or a sentence is one line, however long: the terminal wraps it, and `grep`, `cut` and logs get it whole.
 Nothing here has a color; rich's progress bars, for terminals alone, heed NO_COLOR themselves.

@@ -23,7 +23,7 @@ from megatron_fanformer.evaluate.verb import MODELS, EvaluateOptions
 from megatron_fanformer.model.layouts import Layout, layout_fields, parse_layout
 from megatron_fanformer.options import option_name
 from megatron_fanformer.runtime import device as devices
-from megatron_fanformer.runtime.launch import launch_ranks, read_found, refuse_ranks_without_gpu
+from megatron_fanformer.runtime.launch import launch_ranks, read_payload, refuse_ranks_without_gpu
 from megatron_fanformer.runtime.layout import RuntimeConfig
 from megatron_fanformer.terminal import phases, print_loading, show
 
@@ -64,7 +64,7 @@ def _start(request: EvaluationRequest) -> None:
     if ranks > 1:
         remedy = "change it, or start on several nodes with torchrun"
         refuse_ranks_without_gpu(ranks, runtime, origin="--layout", remedy=remedy)
-        launch_ranks(ranks, options.command_line, threads=devices.threads_per_rank(ranks), found=(request, jobs))
+        launch_ranks(ranks, options.command_line, threads=devices.threads_per_rank(ranks), payload=(request, jobs))
         return
     from megatron_fanformer.runtime.parallel import distributed
 
@@ -78,7 +78,7 @@ def _join(options: EvaluateOptions, address: devices.RankAddress) -> None:
     from megatron_fanformer.runtime.parallel import process_group, rank_grid
 
     def find() -> "tuple[EvaluationRequest, Jobs]":
-        if (launched := read_found()) is not None:
+        if (launched := read_payload()) is not None:
             return cast("tuple[EvaluationRequest, Jobs]", launched)
         request = read_request(options, world_size=address.world_size)
         return request, _find_jobs(request)

@@ -107,7 +107,7 @@ def reach(*tensors: Tensor) -> bool:
     """Return whether this process uses them, and they can take these: of one type, and real tensors on a CPU, whose
     last axis lies in one piece.
 
-    Simulated tensors have no content, and a tracer would not see what is done by pointers.
+    Simulated tensors have no content, and a tracer would not see work done by pointers.
     """
     return _library is not None and all(
         _in_memory(tensor) and tensor.dtype in TYPES and tensor.dtype == tensors[0].dtype for tensor in tensors

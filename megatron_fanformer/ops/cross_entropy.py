@@ -22,7 +22,7 @@ SMALLEST_SHARE = 2.0**-64
 """Smallest share of a rank's exponentials in the whole sum: a smaller one changes no float32 gradient, and has no
 reciprocal."""
 SMALLEST_SCALE = 2.0**-20
-"""Smallest magnitude of what a z-loss multiplies a token's probabilities by: for the same reason."""
+"""Smallest magnitude of a z-loss's factor of a token's probabilities: for the same reason."""
 
 
 class ChunkFactors(NamedTuple):

@@ -38,11 +38,11 @@ def reaching(device: str) -> Iterator[None]:
 
 
 @functools.cache
-def has_triton(what: str) -> bool:
-    """Return whether Triton can run kernels; if not, a warning says once that `what` does without it."""
+def has_triton(user: str) -> bool:
+    """Return whether Triton can run kernels; if not, a warning says once that `user` does without it."""
     problem = _problem()
     if problem:
-        warnings.warn(f"{what} in PyTorch, at a fraction of a kernel's speed, since {problem}", stacklevel=2)
+        warnings.warn(f"{user} in PyTorch, at a fraction of a kernel's speed, since {problem}", stacklevel=2)
     return problem is None
 
 

@@ -1,1 +1,1 @@
-"""Where the code runs: the device, the rank grid, seeds, local launches, and megatron-core without CUDA."""
+"""The machine: the device, the rank grid, seeds, local launches, and megatron-core without CUDA."""

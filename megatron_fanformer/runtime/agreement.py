@@ -1,4 +1,4 @@
-"""Where ranks meet, and how they agree on the outcome of one rank's work, or on the values of all.
+"""The store of the ranks; agreement on the outcome of one rank's work, or on the values of all.
 
 torch's stores neither authenticate nor encrypt. The store of ranks of one machine listens on its loopback alone.
 """
@@ -77,7 +77,7 @@ def is_main() -> bool:
 
 
 def on_main(function: Callable[[], Result]) -> Result:
-    """Return what a function returns on the main rank, on every rank of the current process group; a collective call.
+    """Call a function on the main rank, and return its value on every rank of the process group; a collective call.
 
     Only the main rank calls it; the others wait for as long as it takes. Its value must be one that can be pickled. In
     a process without ranks it is simply called.
@@ -109,7 +109,7 @@ def on_main(function: Callable[[], Result]) -> Result:
 
 
 def raise_on_all(failure: Exception | None, group: dist.ProcessGroup) -> NoReturn:
-    """Raise on all ranks of a group what its first one failed with, once each knows that it did; a collective call.
+    """Raise the error of a group's first rank on all of its ranks, once each knows of it; a collective call.
 
     Args:
         failure: on the first rank; None on the others.

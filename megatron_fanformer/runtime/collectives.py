@@ -105,7 +105,7 @@ class CollectiveCounts:
 
 @contextmanager
 def count_collectives(grid: RankGrid) -> Iterator[CollectiveCounts]:
-    """Count what this rank's collectives move while the block runs, by group and kind.
+    """Count the bytes of this rank's collectives while the block runs, by group and kind.
 
     Must not be nested.
     """
@@ -126,7 +126,7 @@ def _bytes_of(message: Any) -> int:
 
 
 def moved_bytes(kind: str, message_bytes: float, ranks: int) -> float:
-    """Return what one of `ranks` ranks sends for a message by the best algorithm, a ring in which each sends as much.
+    """Return the bytes that one of `ranks` ranks sends for a message by the best algorithm, a ring.
 
     The factors are those of the bus bandwidth in NVIDIA's nccl-tests (doc/PERFORMANCE.md): an all-gather, a
     reduce-scatter and an all-to-all send (n - 1) / n of the whole tensor, an all-reduce, which is the first two, twice
@@ -150,7 +150,7 @@ def _counted(method: Callable[..., Any], kind: Kind, message: int, counts: Colle
 
 
 def _labels(grid: RankGrid) -> dict[str, str]:
-    """Group name (unique, torch's own) -> what the group is: several may have the same ranks."""
+    """Return the labels of the groups by torch's own unique names: several groups may have the same ranks."""
     assert dist.group.WORLD is not None
     labels: dict[str, str] = {dist.group.WORLD.group_name: WORLD}
     for label in _GROUPS:

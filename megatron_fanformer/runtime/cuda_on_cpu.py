@@ -1,4 +1,4 @@
-"""torch's part of `megatron_cpu`: does on the CPU what megatron-core expects of CUDA.
+"""Patches of torch for `megatron_cpu`: calls of CUDA by megatron-core work on the CPU.
 
 torch is imported where it is used: whoever patches it as it is imported can import this module.
 """

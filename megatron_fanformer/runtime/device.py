@@ -1,6 +1,6 @@
-"""The device of this process, and everything that the environment says about it.
+"""The device of this process, and all facts about it in the environment.
 
-With `environment`, which has what libraries read, the only module of the package that reads environment variables.
+Besides `environment`, which sets the variables of libraries, no other module reads environment variables.
 torch, which takes seconds to import, is imported by the functions that need it.
 """
 
@@ -71,9 +71,10 @@ def torch_device(kind: DeviceKind) -> "torch.device":
 
 
 def cache_folder() -> Path:
-    """Return where this user's programs keep what they can fetch again: the XDG base directories' cache.
+    """Return this user's cache folder, by the XDG base directories.
 
-    Raises InputError where nothing says, as in a container whose user the system does not know.
+    Raises:
+        InputError: there is no home folder, as in a container whose user the system does not know.
     """
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megatron-fanformer"
@@ -84,7 +85,7 @@ def cache_folder() -> Path:
 
 
 def cache_of(name: str) -> Path | None:
-    """Return that folder for what is read of a URL, raising like `cache_folder`; None for a file of this machine."""
+    """Return the cache folder for a URL, None for a file of this machine."""
     return cache_folder() if is_url(name) else None
 
 
@@ -110,7 +111,7 @@ def has_bf16_matrix_units(device: DeviceKind) -> bool:
 def has_fused_gradient_kernel() -> bool:
     """Return whether megatron-core's own layers can add a weight gradient into its buffer inside the product.
 
-    On a GPU by the kernel that NVIDIA's apex brings; on a CPU by what `megatron_cpu` puts in its place.
+    On a GPU by NVIDIA apex's kernel; on a CPU by its replacement in `megatron_cpu`.
     """
     import torch
 
@@ -189,8 +190,8 @@ def restart_count() -> int:
 def is_bound_by_launcher() -> bool:
     """Return whether Slurm has bound this rank to cores of its own.
 
-    It names what it binds tasks to and how, such as `cores,mask_cpu:`, and `none` where it leaves them alone. The ranks
-    that torchrun or this program starts in a task share that task's cores.
+    Slurm names the binding, such as `cores,mask_cpu:`, or `none`. Ranks that torchrun or this program starts in a task
+    share that task's cores.
     """
     env = os.environ
     tasks = env.get("SLURM_STEP_NUM_TASKS", "1")
@@ -217,7 +218,7 @@ def sees_gpus() -> bool:
 
 
 def node_name() -> str:
-    """Return what the launcher of the ranks calls this machine: Slurm's own name for it, else the host's."""
+    """Return the name of this machine: Slurm's, else the host's."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
@@ -258,16 +259,16 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 def rank_environment(
-    rank: int, world_size: int, *, threads: int, store_port: int, found: Path, error: Path
+    rank: int, world_size: int, *, threads: int, store_port: int, payload: Path, error: Path
 ) -> dict[str, str]:
     """Return the environment of a rank that this process launches, by the names that torch and `rank_address` know.
 
     Ranks of one machine listen on its loopback alone, unless the environment names an interface.
 
     Args:
-        store_port: where this process hosts the store that the ranks meet at.
-        found: the file of what this process found, for the ranks to use.
-        error: the file to leave the rank's error in.
+        store_port: of the store in this process at which the ranks meet.
+        payload: file of the payload of `launch.launch_ranks`.
+        error: file for the rank's error.
     """
     return {
         **os.environ,
@@ -281,7 +282,7 @@ def rank_environment(
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's rank 0 hosts none of its own
         "OMP_NUM_THREADS": str(threads),  # OpenMP reads it when a process starts
         ERROR_FILE: str(error),
-        LAUNCHED_HERE: str(found),
+        LAUNCHED_HERE: str(payload),
         LAUNCHER: str(os.getpid()),
     }
 
@@ -301,8 +302,8 @@ def launched_by_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ and not launched_here()
 
 
-def found_by_launcher() -> Path | None:
-    """Return the file of what this rank's launcher found; None where another program launched it."""
+def payload_file() -> Path | None:
+    """Return the file of this rank's payload; None where another program launched it."""
     return Path(os.environ[LAUNCHED_HERE]) if launched_here() else None
 
 
@@ -318,11 +319,10 @@ _is_kept = False
 
 
 def keep_freed_memory() -> None:
-    """Make the C library keep what a step frees for the next one, where else it returns large pieces to the kernel.
+    """Make glibc keep freed memory for the next step instead of returning large pieces to the kernel.
 
-    A page that comes from the kernel is zeroed first: thousands of huge ones a step. The process stays as large as it
-    has been at its peak, and grows where sizes change from step to step: see `return_freed_memory`. Only glibc has
-    such a setting; what the environment says of the same takes precedence.
+    The kernel would zero the pages again, thousands of huge ones a step. The process stays as large as at its peak, and
+    grows where sizes change from step to step: see `return_freed_memory`. Variables in the environment win.
     """
     global _is_kept
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -335,10 +335,10 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Give the kernel what `keep_freed_memory` has kept and nobody uses; nothing where nothing is kept, as on GPUs.
+    """Return unused memory that `keep_freed_memory` has kept to the kernel.
 
-    To be called now and then by what makes tensors of many sizes: pieces that were kept for one size seldom serve the
-    next, and so the process would grow without end (beyond 23 GB in scoring the paper's tasks by a model of 13 MB).
+    Call it now and then where tensors have many sizes: pieces kept for one size seldom fit the next, and the process
+    would grow without end (beyond 23 GB in scoring the paper's tasks by a model of 13 MB).
     """
     if _is_kept:
         ctypes.CDLL(None).malloc_trim(0)
@@ -367,7 +367,7 @@ def prepare_megatron(shape: environment.RunShape = environment.ANY_SHAPE, *, on_
     """Prepare for the first import of megatron-core: quiet it, and adapt it to a machine without CUDA.
 
     Args:
-        on_cpu: for what runs on the CPU on every machine.
+        on_cpu: compute on the CPU, whatever the machine has.
     """
     if on_cpu:
         hide_gpus()
@@ -401,7 +401,7 @@ def configure_process(device: DeviceKind, local_rank: int, threads: int, *, dete
     if device == "cuda":
         if deterministic:
             torch.use_deterministic_algorithms(True)
-            # Nothing here reads what it did not write.
+            # Nothing here reads uninitialized memory.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.cuda.set_device(local_rank % torch.cuda.device_count())  # over gloo, ranks may share one
     else:
@@ -409,8 +409,8 @@ def configure_process(device: DeviceKind, local_rank: int, threads: int, *, dete
         keep_freed_memory()
 
 
-# Beginnings of notices of megatron-core and torch that mean nothing to a user of this package: what a CPU run does
-# without, and names that megatron-core itself still uses.
+# Beginnings of notices of megatron-core and torch that mean nothing to a user of this package: missing GPU packages,
+# and deprecated names in megatron-core itself.
 NOTICES = (
     "Transformer Engine and Apex are not installed",
     "transformer_engine and apex are not installed",

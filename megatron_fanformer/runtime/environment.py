@@ -1,7 +1,7 @@
-"""Environment variables that libraries read when they start: what a run sets, to what, and why.
+"""Environment variables of libraries: the values that a run sets, and the reasons.
 
-`SETTINGS` is the table; `prepare` applies it, before torch is imported. What the environment says already wins, but
-for what would make a run wrong. `config --environment` prints the table for a run, docs/gpu.md has it for all.
+`SETTINGS` is the table; `prepare` applies it, before torch is imported. Values in the environment win, unless they
+would make the run wrong. `config --environment` prints the table for a run, docs/gpu.md has it for all.
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ SET_HERE = "FANFORMER_ENVIRONMENT"
 
 @dataclass(frozen=True, kw_only=True)
 class RunShape:
-    """What the settings of a run's process depend on."""
+    """Facts of a run that decide the settings of its processes."""
 
     parallel: ParallelConfig
     replicas: int
@@ -59,7 +59,7 @@ ANY_SHAPE = RunShape(parallel=ParallelConfig(), replicas=1, is_any=True)
 
 
 class Setting(NamedTuple):
-    """A variable, and when a process sets it to what."""
+    """A variable, its value, and the condition under which a process sets it."""
 
     variable: str
     value: Callable[[RunShape], str | None]
@@ -172,7 +172,7 @@ class Applied(NamedTuple):
 
 
 def settings_of(shape: RunShape, env: MutableMapping[str, str] = os.environ) -> list[Applied]:
-    """Return what a process sets, and what the environment says already.
+    """Return the settings of a process with the values that the environment has already.
 
     Raises:
         InputError: the environment has a value that would make the run wrong.
@@ -193,7 +193,7 @@ def settings_of(shape: RunShape, env: MutableMapping[str, str] = os.environ) -> 
 
 
 def prepare(shape: RunShape = ANY_SHAPE, env: MutableMapping[str, str] = os.environ) -> list[Applied]:
-    """Set what the environment leaves open; must be called before torch is imported, and before a GPU is used.
+    """Set the variables that the environment leaves open; call it before torch is imported and a GPU is used.
 
     Raises:
         InputError: like `settings_of`; nothing was set.

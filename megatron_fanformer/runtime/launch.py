@@ -105,7 +105,7 @@ class _Rank:
         return self.code not in (None, 0)
 
     def report(self) -> tuple[str, dict[str, str]]:
-        """Return the message that it left, and what stands beside it; both empty where it left none."""
+        """Return the message that it left, and its details; both empty where it left none."""
         try:
             message = json.loads(self.error.read_text())["message"]
             return message["message"], message["extraInfo"]
@@ -122,11 +122,11 @@ class _Rank:
         return RankFailed(message, max(code, 1), details.get("py_callstack", ""), was_stopping=stop is not None)
 
 
-def launch_ranks(num_ranks: int, arguments: Sequence[str], *, threads: int, found: Any) -> None:
+def launch_ranks(num_ranks: int, arguments: Sequence[str], *, threads: int, payload: Any) -> None:
     """Run `python -m megatron_fanformer ARGUMENTS` as `num_ranks` local ranks, and wait for them.
 
     Args:
-        found: what the ranks use instead of finding it again; they get it through `read_found`.
+        payload: an object that the ranks get by `read_payload`, such as the start that this process has checked.
 
     Raises:
         RankFailed: a rank failed, and the others were ended; or a rank could not save after a signal.
@@ -134,10 +134,10 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str], *, threads: int, foun
     """
     from megatron_fanformer.runtime.agreement import loopback_store  # torch takes a second
 
-    # In a folder that only this user may write to: what is unpickled from it is this program's own.
+    # Only this user may write to the folder, so the ranks may unpickle from it.
     with tempfile.TemporaryDirectory(prefix="fanformer-") as folder:
-        file = Path(folder) / "found"
-        file.write_bytes(pickle.dumps(found))
+        file = Path(folder) / "payload"
+        file.write_bytes(pickle.dumps(payload))
         store = loopback_store()  # it answers while this is running
         signals: deque[signal.Signals] = deque()
         ranks: list[_Rank] = []
@@ -147,7 +147,7 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str], *, threads: int, foun
                     for number in range(num_ranks):
                         error = Path(folder) / f"error-{number}.json"
                         environment = devices.rank_environment(
-                            number, num_ranks, threads=threads, store_port=store.port, found=file, error=error
+                            number, num_ranks, threads=threads, store_port=store.port, payload=file, error=error
                         )
                         ranks.append(_Rank(number=number, process=_started(arguments, environment), error=error))
                 _wait_for(ranks, signals)
@@ -216,9 +216,9 @@ def _wait_for(ranks: list[_Rank], signals: "deque[signal.Signals]") -> None:
 # -- on a rank
 
 
-def read_found() -> Any:
-    """Return what this rank's launcher found; None where another program launched it."""
-    file = devices.found_by_launcher()
+def read_payload() -> Any:
+    """Return the payload of `launch_ranks` to this rank; None where another program launched it."""
+    file = devices.payload_file()
     return None if file is None else pickle.loads(file.read_bytes())
 
 

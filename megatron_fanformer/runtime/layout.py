@@ -58,7 +58,7 @@ that time have them."""
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How the model and the data are spread over ranks."""
+    """Parallel degrees of the model and the data."""
 
     tensor_model_parallel_size: int = 1
     """Ranks that share each layer's matrices."""
@@ -188,7 +188,7 @@ class ParallelConfig:
             for name in COUNTS
             if (value := getattr(self, name)) is not None and value < 1
         ]
-        if lines:  # what is between fields divides by some of them
+        if lines:  # the rules between fields divide by some of them
             return lines
         between = (*self._model_parallel_problems(), *self._overlap_problems(), *self._recompute_problems())
         return [f"parallel.{problem}" for problem in between]
@@ -222,26 +222,26 @@ class ParallelConfig:
                 yield f"{name} is {getattr(self, name)} at pipeline_model_parallel_size 1; set it to null"
 
     def _layout_problems(self, text: str) -> Iterator[str]:
-        own = f"pipeline_model_parallel_layout is {text!a}"
+        given = f"pipeline_model_parallel_layout is {text!a}"
         stages, chunks = self.pipeline_model_parallel_size, layout_chunks(text)
         virtual, stated = len(chunks) // stages, self.virtual_pipeline_model_parallel_size
         whole = "".join(chunks)
         if len(whole) > MOST_LAYERS or whole != f"{EMBEDDING}{LAYER * (len(whole) - 2)}{LOSS}":
             yield (
-                f"{own}; it must begin with E, end with L, and have at most {MOST_LAYERS:,} layers t between, with | "
+                f"{given}; it must begin with E, end with L, and have at most {MOST_LAYERS:,} layers t between, with | "
                 "between chunks, as in Et*3|(t*4|)*6t*3|L"
             )
         elif not all(chunks):  # one would pass on its very input, which the schedule frees as its output
-            yield f"{own}, in which chunk {chunks.index('')} is empty; give it a layer t, or remove a |"
+            yield f"{given}, in which chunk {chunks.index('')} is empty; give it a layer t, or remove a |"
         elif len(chunks) % stages or virtual != (stated or virtual):
             yield (
-                f"{own}, of {len(chunks)} chunks, and pipeline_model_parallel_size {stages} x "
+                f"{given}, of {len(chunks)} chunks, and pipeline_model_parallel_size {stages} x "
                 f"virtual_pipeline_model_parallel_size {stated or 'any'} has others; write as many, or change those"
             )
         elif stages == 1:
-            yield f"{own} at pipeline_model_parallel_size 1; set it to null"
+            yield f"{given} at pipeline_model_parallel_size 1; set it to null"
         if self.num_layers_in_first_pipeline_stage or self.num_layers_in_last_pipeline_stage:
-            yield f"{own}, and so are num_layers_in_first_pipeline_stage or …_last_… given; set those to null"
+            yield f"{given}, and so are num_layers_in_first_pipeline_stage or …_last_… given; set those to null"
 
     def _overlap_problems(self) -> Iterator[str]:
         if self.overlap_param_gather and not self.use_distributed_optimizer:
@@ -308,7 +308,7 @@ def layout_chunks(text: str) -> tuple[str, ...]:
     """
     whole = re.sub(r"[,\s]", "", text)
     for repeated in (r"\(([^()]*)\)\*(\d{1,4})", r"([^()*])\*(\d{1,4})"):
-        unrolled = re.sub(repeated, lambda found: found[1] * int(found[2]), whole)
+        unrolled = re.sub(repeated, lambda match: match[1] * int(match[2]), whole)
         whole = unrolled if len(unrolled) <= 2 * MOST_LAYERS else whole
     return tuple(whole.split("|"))
 

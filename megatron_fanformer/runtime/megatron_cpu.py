@@ -183,7 +183,7 @@ def _sum_gradient_norms_exactly() -> None:
     clip_grads.l2_norm_impl = l2_norm
 
 
-# -- what only makes it faster
+# -- patches that only make it faster
 
 
 def _write_out_rotary_embedding() -> None:
@@ -252,7 +252,7 @@ def _add_weight_gradients_inside_products() -> None:
 def _leave_the_compiler_out() -> None:
     """Leave out torch's compiler, which its optimizer imports, over a second's work, to keep it from tracing methods.
 
-    Each of them remembers here, as it does after its first call, what to call instead: itself, for nothing compiles it.
+    Each method remembers, as after its first call, to call its plain form: nothing compiles it.
     """
     for method in vars(torch.optim.Optimizer).values():
         plain: Any = getattr(method, "__wrapped__", None)

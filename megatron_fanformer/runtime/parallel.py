@@ -92,7 +92,7 @@ class RankGrid:
 
     @property
     def is_main(self) -> bool:
-        """Return whether this is the rank that writes what is written once."""
+        """Return whether this is the rank that writes files, logs and messages."""
         return self.rank == 0
 
 
@@ -226,9 +226,9 @@ def for_host_tensors(group: dist.ProcessGroup, timeout: timedelta) -> dist.Proce
         return group
     ranks = dist.get_process_group_ranks(group)
     # No other rank need know of it: with thousands of groups, each would make them all.
-    own = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
-    assert isinstance(own, dist.ProcessGroup)
-    return own
+    host_group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
+    assert isinstance(host_group, dist.ProcessGroup)
+    return host_group
 
 
 def reduce_one_bucket_a_call() -> None:

@@ -79,20 +79,20 @@ def _forward_step(grid: RankGrid, of_losses: OfLosses, batches: Batches, stage: 
         packed = packed_documents(document_ids, device)
     rows = batch if packed is None else {name: tensor.reshape(1, -1) for name, tensor in batch.items()}
     # Whole, from pinned memory: a part that is cut on the host lies in pageable memory, whose copy would be waited for.
-    own = {name: own_positions(tensor.to(device, non_blocking=True), grid) for name, tensor in rows.items()}
+    part = {name: own_positions(tensor.to(device, non_blocking=True), grid) for name, tensor in rows.items()}
     with record_function("phase forward"):
         output = stage(
-            own["tokens"],
-            own["position_ids"],
+            part["tokens"],
+            part["position_ids"],
             None,
-            labels=own["labels"],
-            loss_mask=own["loss_mask"],  # the loss head takes the gradient of the losses' sum over it
+            labels=part["labels"],
+            loss_mask=part["loss_mask"],  # the loss head takes the gradient of the losses' sum over it
             packed_seq_params=packed,
         )
     if packed is None:
-        return output, lambda losses, **_: of_losses(losses, own["loss_mask"])
+        return output, lambda losses, **_: of_losses(losses, part["loss_mask"])
     samples = partial(_among_samples, batch["tokens"].shape, grid)
-    return output, lambda losses, **_: of_losses(samples(losses), samples(own["loss_mask"]))
+    return output, lambda losses, **_: of_losses(samples(losses), samples(part["loss_mask"]))
 
 
 def _among_samples(shape: torch.Size, grid: RankGrid, part_1n: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ def packed_documents(document_ids_bs: Tensor, device: torch.device | str) -> Pac
 
 
 def own_positions(tensor_bs: Tensor, grid: RankGrid) -> Tensor:
-    """Return what this context parallel rank holds of [b, s]: [b, s / cp].
+    """Return this context parallel rank's part of [b, s]: [b, s / cp].
 
     Two chunks, one from either end; where ranks exchange heads, and so have as much work anyway, a single one.
     """

@@ -1,7 +1,7 @@
 """A pool of local ranks, kept alive between jobs: importing megatron-core costs seconds per process.
 
 `RankPool().run(n, function, *arguments)` runs a module-level function on the first n ranks, in a process group of n
-that is made for the job, and returns what each rank returned.
+that is made for the job, and returns each rank's value.
 
 A process of the pool, the host, starts the ranks. On a CPU they are its forks, and it imports for all of them. On a GPU
 each imports for itself: a fork cannot use CUDA once it has been looked for.
@@ -59,7 +59,7 @@ class RankPool:
     """Rank processes, started on first use and ended by `close`, or when a job fails.
 
     Args:
-        device: what the ranks run on; rank r takes GPU r.
+        device: of the ranks; rank r takes GPU r.
         job_seconds: how long a job may take.
         backend: how they communicate; None: as runs do on that device.
         prepare: a module-level function that readies a new rank's libraries, before it imports any.

@@ -90,9 +90,9 @@ def _answer(store: Any, rank: int, text: str, exit_code: int = 0) -> None:
     store.append(ANSWERS, json.dumps([rank, text, exit_code]) + "\n")  # it takes the place of the rank's earlier one
 
 
-def _call(store: Any, rank: int, world_size: int, own: str) -> PeerFailed:
-    """Answer as a rank that waits, and call the others; the first to do so reports what they answer."""
-    _answer(store, rank, own)
+def _call(store: Any, rank: int, world_size: int, place: str) -> PeerFailed:
+    """Answer as a rank that waits, and call the others; the first caller reports their answers."""
+    _answer(store, rank, place)
     if store.add(CALLED, 1) > 1:
         failure = PeerFailed("another rank reports which ranks are missing")
         failure.already_reported = True
@@ -113,7 +113,7 @@ def _call(store: Any, rank: int, world_size: int, own: str) -> PeerFailed:
 
 
 def _ask(work: Callable[[], Any]) -> Any:
-    """Return what the store answers; None where it does not, because its process is stopped or gone."""
+    """Return the store's answer; None where its process is stopped or gone."""
     answers: list[Any] = []
 
     def ask() -> None:

@@ -15,7 +15,7 @@ from megatron_fanformer.errors import DivergenceError, FanformerError, InputErro
 from megatron_fanformer.model.layouts import layout_text
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime import environment
-from megatron_fanformer.runtime.launch import RankFailed, launch_ranks, read_found, refuse_ranks_without_gpu
+from megatron_fanformer.runtime.launch import RankFailed, launch_ranks, read_payload, refuse_ranks_without_gpu
 from megatron_fanformer.train.config import RunConfig, load_config, print_on_stderr
 from megatron_fanformer.train.preflight import RunStart, find_start
 from megatron_fanformer.train.run_log import FILE_ONLY, RunLog, log_file, run_log
@@ -101,7 +101,7 @@ def _launch(config: RunConfig, ranks: int, arguments: Sequence[str], start: RunS
     restarts, reason = 0, None
     while True:
         try:
-            launch_ranks(ranks, arguments, threads=threads, found=(start, reason))
+            launch_ranks(ranks, arguments, threads=threads, payload=(start, reason))
             return
         except RankFailed as failure:
             is_crash = failure.exit_code == FanformerError.exit_code and not failure.was_stopping
@@ -158,7 +158,7 @@ def run_rank(
         with ExitStack() as held, process_group(config.runtime, address) as kind:
 
             def find() -> tuple[RunStart | None, str | None]:
-                if (of_launcher := read_found()) is not None:
+                if (of_launcher := read_payload()) is not None:
                     return cast(tuple[RunStart, str | None], of_launcher)
                 held.enter_context(run_lock(run))
                 return find_start(config, address.world_size, unless_complete=True), None

@@ -243,7 +243,7 @@ def test_a_rank_that_a_signal_killed_ends_the_run_with_exit_code_1(
 
     monkeypatch.setattr(launch, "_started", started)
     with pytest.raises(launch.RankFailed, match=f"^rank 0: {says or 'was killed by SIGKILL'}$") as caught:
-        launch.launch_ranks(1, [], threads=1, found=None)
+        launch.launch_ranks(1, [], threads=1, payload=None)
     assert (caught.value.exit_code, caught.value.was_stopping) == (1, False)
 
 
@@ -271,7 +271,7 @@ def test_a_signal_that_comes_while_failed_ranks_are_ended_is_a_signal_to_stop(
     )
     monkeypatch.setattr(launch, "_started", lambda *_: process)
     with pytest.raises(launch.RankFailed, match="ended with exit code 1") as caught:
-        launch.launch_ranks(2, [], threads=1, found=None)
+        launch.launch_ranks(2, [], threads=1, payload=None)
     assert caught.value.was_stopping is is_stop
 
 
