@@ -8,7 +8,7 @@ import pytest
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluate import prepare
-from tests.generate.making import write_tokenizer
+from tests.generate.conftest import exported_folder, run_folder, tokenizer_file  # noqa: F401  (fixtures)
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +27,6 @@ def task_library(library_folder: Path) -> Any:
 
 
 @pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+def tokenizer(tokenizer_file: Path) -> Tokenizer:  # noqa: F811
     """Of single characters."""
-    return load_tokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+    return load_tokenizer(tokenizer_file)

@@ -19,12 +19,10 @@ from megatron_fanformer.evaluate.evaluate import read_request
 from megatron_fanformer.evaluate.requests import read_requests, write_requests
 from megatron_fanformer.processes import hold_signals
 from tests.evaluate.made_up import made_up_requests
-from tests.generate.making import model_and_tensors, write_checkpoint, write_export, write_tokenizer
-from tests.small_runs import RunOnRanks
+from tests.generate.making import model_and_tensors, write_tokenizer
 from tests.whole_models import export_huggingface
 
 VOCAB_SIZE = 250
-CASE = "fanformer-tied"
 RUN, TOKENS, REQUESTS, OTHER = "RUN", "own=TOKENS", "REQUESTS", "OTHER"
 LARGER = "LARGER"
 QUESTION = {"prompt": "2 + 2 = 4. " * 100, "stop": ["Q"], "max_new_tokens": 8, "solution": ""}
@@ -34,16 +32,12 @@ QUESTION = {"prompt": "2 + 2 = 4. " * 100, "stop": ["Q"], "max_new_tokens": 8, "
 class Made:
     """What the tests evaluate, in one folder."""
 
-    def __init__(self, folder: Path, run_on_ranks: RunOnRanks) -> None:
-        self.folder = folder
-        self.tokenizer = write_tokenizer(folder)
-        self.run = folder / "run"
-        run_on_ranks(1, write_checkpoint, self.run, CASE, self.tokenizer)
+    def __init__(self, folder: Path, run_folder: Path, exported_folder: Path, tokenizer_file: Path) -> None:
+        self.tokenizer, self.export = tokenizer_file, exported_folder
+        self.run = shutil.copytree(run_folder, folder / "run", symlinks=True)
         first = find_checkpoint(self.run)
         shutil.copytree(first, first.with_name("step-00000040"))
         write_manifest(first.with_name("step-00000040"), 40)
-        self.export = folder / "export"
-        write_export(self.export, CASE, self.tokenizer)
         self.tokens = folder / "tokens.npy"
         np.random.default_rng(0).integers(1, VOCAB_SIZE, size=300).astype("<u2").tofile(self.tokens)
         self.requests = folder / "requests.safetensors"
@@ -75,8 +69,10 @@ class Made:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, run_on_ranks: RunOnRanks) -> Made:
-    return Made(tmp_path_factory.mktemp("evaluated"), run_on_ranks)
+def made(
+    tmp_path_factory: pytest.TempPathFactory, run_folder: Path, exported_folder: Path, tokenizer_file: Path
+) -> Made:
+    return Made(tmp_path_factory.mktemp("evaluated"), run_folder, exported_folder, tokenizer_file)
 
 
 def evaluate(*arguments: object) -> int:
@@ -337,7 +333,7 @@ def test_what_cannot_be_evaluated_is_one_line(
 def test_a_model_that_diverged_has_bad_numbers(
     made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: list[str]
 ) -> None:
-    config, tensors = model_and_tensors(CASE)
+    config, tensors = model_and_tensors("fanformer-tied")
     tensors["decoder.final_layernorm.weight"] = torch.full_like(tensors["decoder.final_layernorm.weight"], torch.nan)
     export_huggingface(config, tensors, tmp_path / "export", dtype=torch.float32, tokenizer=made.tokenizer, eod_id=0)
     output = tmp_path / "result.json"

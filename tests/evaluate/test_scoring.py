@@ -263,19 +263,6 @@ def test_metrics_are_plain_means_with_their_standard_errors():
     assert found["acc"].standard_error == pytest.approx(math.sqrt(p * (1 - p) / len(CHOICES)), rel=EXACT)
 
 
-@pytest.mark.parametrize(("good", "value"), [(0.0, 1.0), (-1000.0, 0.0)])
-def test_an_oracle_has_everything_right_and_its_opposite_nothing(good, value):
-    requests = made_up_requests([2, 3, 2], metric="f1")
-    requests.labels[:] = [0, 0, 2, 2, 2, 1, 1]
-    right = requests.labels == requests.choices
-    scores = np.where(right, good, -1000.0 - good)
-    found = task_metrics(requests, TaskScores(scores, np.full(len(requests), -500.0)))
-    for name in ("acc", "len_norm", "len_norm_with_space", "per_token", "pmi", "f1"):
-        assert (found[name].value, found[name].standard_error) == (value, 0.0), name
-    for name in ("bpb", "bpb_with_space", "ce_loss"):
-        assert (found[name].value == 0.0) == (good == 0.0), name
-
-
 def test_a_task_of_one_answer_has_the_metrics_of_the_answer_alone():
     requests = made_up_requests([1] * 9, metric="bpb")
     found = task_metrics(requests, TaskScores(np.full(9, -2.0)))

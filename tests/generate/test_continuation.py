@@ -91,21 +91,6 @@ def test_logits_that_are_not_finite_are_refused(value):
         Sampler(SamplingConfig())(torch.tensor([0.0, value]))
 
 
-@pytest.mark.parametrize(
-    ("settings", "name"),
-    [
-        ({"temperature": -0.1}, "temperature"),
-        ({"temperature": math.nan}, "temperature"),
-        ({"top_k": -1}, "top_k"),
-        ({"top_p": 0.0}, "top_p"),
-        ({"seed": 2**63}, "seed"),
-    ],
-)
-def test_impossible_settings_are_problems(settings, name):
-    (problem,) = SamplingConfig(**settings).problems()
-    assert problem.startswith(name)
-
-
 # -- text
 
 TEXT = "def f(x):\n    return [x, 'é', '中文', '🙂']  # it's\n\nThe  end. \N{SNOWMAN}"
