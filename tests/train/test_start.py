@@ -224,8 +224,8 @@ class Launches:
             start._launch(self._config, 2, [], begun(0))
         return len(self.found)
 
-    def _launch(self, *_: object, found: tuple[RunStart, str | None], **__: object) -> None:
-        self.found.append(found[0])
+    def _launch(self, *_: object, payload: tuple[RunStart, str | None], **__: object) -> None:
+        self.found.append(payload[0])
         if (failure := next(self._failures, None)) is not None:
             raise failure
 
