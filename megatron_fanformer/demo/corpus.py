@@ -1,8 +1,7 @@
 """A corpus that every machine has: the Python standard library's own source files, as Dolma documents.
 
-For the demo and the tests, which must not need a network or a data set. The same library gives the same
-bytes: documents are sorted by path, the held-out part is chosen by a hash of the path, and the dates are
-those of the source files.
+The same library gives the same bytes: documents are sorted by path, the held-out part is chosen by a hash of the path,
+and the dates are those of the source files.
 """
 
 import gzip
@@ -13,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -35,22 +35,21 @@ class Corpus:
     """The shard that is never trained on."""
     train_documents: int
     held_out_documents: int
-    text_bytes: int
-    """UTF-8 bytes of the text of all documents."""
 
 
-@dataclass(frozen=True)
-class _Source:
+class _Source(NamedTuple):
     name: str  # path below the library's root, with forward slashes
     text: str
-    modified: datetime
+    modified: str  # in Dolma's form, to the millisecond, in UTC
 
 
 def pack_standard_library(folder: Path, *, shards: int = 4, root: Path | None = None) -> Corpus:
     """Write the library's sources to `folder` as `train-0000N.jsonl.gz` shards and `held-out.jsonl.gz`.
 
     About 5% of the files are held out. `root` is the library's folder, by default this interpreter's.
-    Raises InputError if the library has no source files, or too few for the shards.
+
+    Raises:
+        InputError: the library has no source files, or too few for the shards.
     """
     root = root or Path(sysconfig.get_paths()["stdlib"])
     sources = list(_read_sources(root))
@@ -60,35 +59,31 @@ def pack_standard_library(folder: Path, *, shards: int = 4, root: Path | None = 
         raise InputError(f"{root} holds {len(sources)} Python files, too few for {shards} shards and a held-out part")
     added = max(source.modified for source in sources)
     folder.mkdir(parents=True, exist_ok=True)
-    train_paths = tuple(folder / f"train-{shard:05d}.jsonl.gz" for shard in range(shards))
-    for shard, path in enumerate(train_paths):
+    paths = tuple(folder / f"train-{shard:05d}.jsonl.gz" for shard in range(shards))
+    for shard, path in enumerate(paths):
         _write_shard(path, train[shard::shards], added)
-    held_out_path = folder / "held-out.jsonl.gz"
-    _write_shard(held_out_path, held_out, added)
+    _write_shard(folder / "held-out.jsonl.gz", held_out, added)
     return Corpus(
-        train=train_paths,
-        held_out=held_out_path,
+        train=paths,
+        held_out=folder / "held-out.jsonl.gz",
         train_documents=len(train),
         held_out_documents=len(held_out),
-        text_bytes=sum(len(source.text.encode()) for source in sources),
     )
 
 
 def _read_sources(root: Path) -> Iterator[_Source]:
-    for path in sorted(_source_files(root)):
+    paths: list[Path] = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in EXCLUDED_FOLDERS]
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
+    for path in sorted(paths):
         try:
             text = path.read_bytes().decode("utf-8")
         except UnicodeDecodeError:
             continue  # another encoding, named in the file's first lines: not worth a decoder here
         if text:
             modified = datetime.fromtimestamp(int(path.stat().st_mtime), tz=timezone.utc)
-            yield _Source(path.relative_to(root).as_posix(), text, modified)
-
-
-def _source_files(root: Path) -> Iterator[Path]:
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in EXCLUDED_FOLDERS]
-        yield from (Path(folder, name) for name in names if name.endswith(".py"))
+            yield _Source(path.relative_to(root).as_posix(), text, modified.strftime("%Y-%m-%dT%H:%M:%S.000Z"))
 
 
 def _is_held_out(name: str) -> bool:
@@ -96,21 +91,16 @@ def _is_held_out(name: str) -> bool:
     return int.from_bytes(digest[:8], "big") % 100 < HELD_OUT_PERCENT
 
 
-def _write_shard(path: Path, sources: Sequence[_Source], added: datetime) -> None:
+def _write_shard(path: Path, sources: Sequence[_Source], added: str) -> None:
     documents = [
         {
             "id": source.name,
             "text": source.text,
             "source": "python-standard-library",
-            "added": _timestamp(added),
-            "created": _timestamp(source.modified),
+            "added": added,
+            "created": source.modified,
             "metadata": {"path": source.name, "bytes": len(source.text.encode())},
         }
         for source in sources
     ]
     write_atomically(path, gzip.compress(msgspec.json.Encoder().encode_lines(documents), COMPRESSION_LEVEL, mtime=0))
-
-
-def _timestamp(moment: datetime) -> str:
-    """Return a date in Dolma's form, to the millisecond, in UTC."""
-    return moment.strftime("%Y-%m-%dT%H:%M:%S.000Z")

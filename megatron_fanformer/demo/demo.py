@@ -9,7 +9,7 @@ import math
 import shlex
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ NEXT = {
     "experiment lipschitz --output {output}": "how far models spread near inputs",
     'experiment cost --cost.presets "[fanformer-300m]"': "what FAN costs, by formula and counted",
 }
-"""Suggestions to try after the demo, and what each shows: short forms of three of the paper's experiments."""
+"""Commands to try after the demo, short forms of three of the paper's experiments, and the result of each."""
 MODEL = FANformerConfig(
     num_layers=2, hidden_size=128, ffn_hidden_size=352, num_attention_heads=4, vocab_size=VOCAB_SIZE, seq_length=256
 )
@@ -88,13 +88,12 @@ def run_demo(output: Path) -> None:
     with _step(console, 1, "documents: the standard library's source files"):
         corpus = pack_standard_library(places.documents)
     with _step(console, 2, f"tokenizer: sentencepiece BPE, {VOCAB_SIZE:,} pieces"):
-        documents = (text for shard in corpus.train for text in read_documents(shard))
-        texts = (text for text in documents if isinstance(text, str))
+        texts = (text for shard in corpus.train for text in read_documents(shard) if isinstance(text, str))
         prefix = places.tokenizer.with_suffix("")
         train_sentencepiece(texts, prefix, vocab_size=VOCAB_SIZE, num_threads=usable_cores())
     with _step(console, 3, "tokens: Megatron .bin/.idx"):
         tokens = {
-            "train": _tokenize(places, "train", list(corpus.train)),
+            "train": _tokenize(places, "train", corpus.train),
             VALIDATION: _tokenize(places, VALIDATION, [corpus.held_out]),
         }
     with _step(console, 4, f"training: {STEPS} steps at tensor parallel 2, stopped half-way and resumed"):
@@ -105,15 +104,36 @@ def run_demo(output: Path) -> None:
         console.print(f"largest difference of logits: {difference:.1e}")
     with _step(console, 6, "generation: from the checkpoint, greedy and sampled"):
         sampled = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in SAMPLED.items())
-        ways: dict[str, dict[str, Any]] = {"greedy": {}, sampled: SAMPLED}
-        for how, sampling in ways.items():
-            console.print(f"[dim]{how}:[/dim]")
-            console.print(_continued(places, sampling), markup=False, highlight=False, style="cyan")
+        for name, sampling in (("greedy", {}), (sampled, SAMPLED)):
+            config = GenerateConfig(
+                checkpoint=str(places.run), prompts=(PROMPT,), max_new_tokens=NEW_TOKENS, **sampling
+            )
+            (generated,) = generate(config)
+            console.print(f"[dim]{name}:[/dim]")
+            console.print(PROMPT + generated.text, markup=False, highlight=False, style="cyan")
     entropy = unigram_entropy(places.tokens(VALIDATION))
     metrics = read_metrics(places.run)
     write_atomically(places.loss_curve, loss_picture(metrics, title="FANformer", entropy=entropy))
-    seconds = time.monotonic() - started
-    console.print(_summary(places, corpus, tokens, metrics, entropy=entropy, difference=difference, seconds=seconds))
+    validation = metrics[-1][f"{VALIDATION_PREFIX}{VALIDATION}"]
+    speeds = [step["tokens_per_second"] for step in metrics]
+    table = Table(title="Demo summary", show_header=False)
+    for name, value in {
+        "documents": f"{corpus.train_documents} to train on, {corpus.held_out_documents} held out",
+        "tokens": f"{tokens['train']:,} to train on, {tokens[VALIDATION]:,} held out",
+        "parameters": f"{MODEL.num_parameters:,}",
+        "training": f"{STEPS} steps, {metrics[-1]['tokens']:,} tokens, tensor parallel 2",
+        "loss, first and last step": f"{metrics[0]['loss']:.3f}, {metrics[-1]['loss']:.3f} nats per token",
+        "unigram entropy of held-out tokens": f"{entropy:.3f} nats per token",
+        "validation loss": f"{validation:.3f} nats per token (perplexity {math.exp(validation):.1f})",
+        "speed": f"{sorted(speeds)[len(speeds) // 2]:,.0f} tokens/s (median step)",
+        "export against trainer, logits": f"{difference:.1e}",
+        "time": f"{time.monotonic() - started:.0f} s",
+        "run, checkpoints, TensorBoard": str(places.run),
+        "Hugging Face folder": str(places.huggingface),
+        "loss curve": str(places.loss_curve),
+    }.items():
+        table.add_row(name, value)
+    console.print(table)
     console.print("\n".join(next_lines(places)), markup=False, highlight=False, soft_wrap=True)
 
 
@@ -135,11 +155,9 @@ def _step(console: Console, number: int, title: str) -> Iterator[None]:
     console.print(f"[dim]{time.monotonic() - started:.1f} s[/dim]")
 
 
-def _tokenize(places: Places, part: str, inputs: list[Path]) -> int:
-    report = prepare(
-        PrepareConfig(inputs=tuple(map(str, inputs)), output=str(places.tokens(part)), tokenizer=str(places.tokenizer))
-    )
-    return report.manifest.tokens
+def _tokenize(places: Places, part: str, inputs: Sequence[Path]) -> int:
+    output, tokenizer = str(places.tokens(part)), str(places.tokenizer)
+    return prepare(PrepareConfig(inputs=tuple(map(str, inputs)), output=output, tokenizer=tokenizer)).manifest.tokens
 
 
 def training_config(places: Places) -> dict[str, Any]:
@@ -218,18 +236,12 @@ def compare_logits(places: Places, corpus: Corpus) -> float:
     return difference
 
 
-def _continued(places: Places, sampling: dict[str, Any]) -> str:
-    config = GenerateConfig(checkpoint=str(places.run), prompts=(PROMPT,), max_new_tokens=NEW_TOKENS, **sampling)
-    (generated,) = generate(config)
-    return PROMPT + generated.text
-
-
 def next_lines(places: Places) -> list[str]:
-    """List what to try next: three experiments of the paper."""
+    """Return lines with three of the paper's experiments to try next."""
     output = shlex.quote(str(places.root / "lipschitz"))
     lines = ["Three of the paper's experiments to try next, in short forms:"]
-    for command, shows in NEXT.items():
-        lines += [f"  {shows}:", f"    megatron-fanformer {command.format(output=output)}"]
+    for command, result in NEXT.items():
+        lines += [f"  {result}:", f"    megatron-fanformer {command.format(output=output)}"]
     return lines
 
 
@@ -243,35 +255,3 @@ def unigram_entropy(prefix: Path) -> float:
         counts += np.bincount(dataset[document], minlength=VOCAB_SIZE)
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
-
-
-def _summary(
-    places: Places,
-    corpus: Corpus,
-    tokens: dict[str, int],
-    steps: list[dict[str, Any]],
-    *,
-    entropy: float,
-    difference: float,
-    seconds: float,
-) -> Table:
-    validation = steps[-1][f"{VALIDATION_PREFIX}{VALIDATION}"]
-    speeds = [entry["tokens_per_second"] for entry in steps]
-    table = Table(title="Demo summary", show_header=False)
-    for name, value in {
-        "documents": f"{corpus.train_documents} to train on, {corpus.held_out_documents} held out",
-        "tokens": f"{tokens['train']:,} to train on, {tokens[VALIDATION]:,} held out",
-        "parameters": f"{MODEL.num_parameters:,}",
-        "training": f"{STEPS} steps, {steps[-1]['tokens']:,} tokens, tensor parallel 2",
-        "loss, first and last step": f"{steps[0]['loss']:.3f}, {steps[-1]['loss']:.3f} nats per token",
-        "unigram entropy of held-out tokens": f"{entropy:.3f} nats per token",
-        "validation loss": f"{validation:.3f} nats per token (perplexity {math.exp(validation):.1f})",
-        "speed": f"{sorted(speeds)[len(speeds) // 2]:,.0f} tokens/s (median step)",
-        "export against trainer, logits": f"{difference:.1e}",
-        "time": f"{seconds:.0f} s",
-        "run, checkpoints, TensorBoard": str(places.run),
-        "Hugging Face folder": str(places.huggingface),
-        "loss curve": str(places.loss_curve),
-    }.items():
-        table.add_row(name, value)
-    return table

@@ -36,7 +36,7 @@ from megatron_fanformer.prepare.documents import (
     has_surrogate,
     parse_block,
 )
-from megatron_fanformer.prepare.encoding import EncodedBlock, EncoderChoice, Learned, encoded_block
+from megatron_fanformer.prepare.encoding import EncodedBlock, EncoderChoice, encoded_block
 from megatron_fanformer.prepare.inputs import InputFile
 
 TOO_LONG_A_CHAT = f"above {LOOK_AGAIN_BYTES >> 20} MiB"
@@ -276,11 +276,9 @@ class ChatEncoder:
             tokens=np.concatenate(ids),
             lengths=np.array(list(map(len, ids[1:])), np.int32),
             text_bytes=text_bytes,
-            learned=Learned(
-                mask=np.concatenate(masks),
-                counts=np.array([mask.sum() for mask in masks[1:]], np.int32),
-                is_cut=np.array(is_cut, bool),
-            ),
+            mask=np.concatenate(masks),
+            learned=[int(mask.sum()) for mask in masks[1:]],
+            is_cut=is_cut,
         )
 
     def _rendered(self, chat: Chat) -> RenderedChat:

@@ -295,18 +295,6 @@ def hard_texts(pieces: Sequence[str]) -> Iterator[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Learned:
-    """The tokens of a block's conversations that are learned."""
-
-    mask: np.ndarray
-    """[tokens] uint8: 1 where the token is learned."""
-    counts: np.ndarray
-    """[documents] int32: learned tokens of each document."""
-    is_cut: np.ndarray
-    """[documents] bool: whether it lost its end."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class EncodedBlock:
     """The result of one block of lines: lines == documents + refusals."""
 
@@ -323,8 +311,12 @@ class EncodedBlock:
     """UTF-8 bytes of the documents' text."""
     refusals: list[tuple[int, str]]
     """Refused lines: the line in the block, from 0, and the reason."""
-    learned: Learned | None = None
-    """Learned tokens, where the documents are conversations."""
+    mask: np.ndarray | None = None
+    """For conversations, [tokens] uint8: 1 where the token is learned."""
+    learned: Sequence[int] = ()
+    """For conversations: learned tokens of each."""
+    is_cut: Sequence[bool] = ()
+    """For conversations: whether each lost its end."""
 
 
 def encoded_block(outcomes: Sequence[Any], **tokens: Any) -> EncodedBlock:

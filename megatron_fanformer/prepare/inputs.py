@@ -26,7 +26,7 @@ PARQUET_SUFFIX = ".parquet"
 CHAT_SUFFIXES = (*LINE_SUFFIXES, PARQUET_SUFFIX)
 DOCUMENT_SUFFIXES = (*CHAT_SUFFIXES, *TEXT_SUFFIXES)
 LOOKUPS_AT_ONCE = 16
-# Found in a folder, these are a preparation's own: manifests and ledgers, not documents.
+# In a folder these are manifests and ledgers of a preparation, not documents.
 NOT_SEARCHED_FOR = (".json", ".ledger.parquet")
 
 
@@ -69,8 +69,7 @@ InputFile = Path | RemoteInput
 def recorded_path(file: InputFile) -> str:
     """Return the path of an input in manifests and ledgers: its URL, or its absolute path, however it was named.
 
-    Links are kept, as other machines may have them lead elsewhere, but where `..` follows one, it is what the system
-    takes it for.
+    Links are kept, as they may lead elsewhere on other machines, unless `..` follows one.
     """
     if isinstance(file, RemoteInput):
         return str(file)
@@ -95,10 +94,10 @@ def find_remote(urls: Sequence[str]) -> list[list[RemoteInput]]:
     """
     from fsspec.utils import tokenize
 
-    stores = {url: tuple(url.split("/", 3)[:3]) for url in urls}
-    drivers = {store: driver_of(url)[0] for store, url in {store: url for url, store in stores.items()}.items()}
+    stores = {url: "/".join(url.split("/", 3)[:3]) for url in urls}
+    drivers = {store: driver_of(url)[0] for url, store in stores.items()}
 
-    def find(url: str) -> list[RemoteInput]:
+    def list_files(url: str) -> list[RemoteInput]:
         files = drivers[stores[url]]
         path = files._strip_protocol(url)
         if url.endswith("/"):
@@ -114,25 +113,25 @@ def find_remote(urls: Sequence[str]) -> list[list[RemoteInput]]:
         return [RemoteInput(url, info["size"], int(tokenize(info), 16) % (1 << 63)) for url, info in chosen.items()]
 
     with ThreadPoolExecutor(LOOKUPS_AT_ONCE) as pool:
-        return list(pool.map(lambda url: query(url, lambda: find(url)), urls))
+        return list(pool.map(lambda url: query(url, lambda: list_files(url)), urls))
 
 
 def expand_inputs(inputs: Iterable[str | Path], suffixes: Sequence[str] = DOCUMENT_SUFFIXES) -> list[InputFile]:
-    """Return the files that `inputs` name, sorted by path, so that their order does not depend on how they were named.
+    """Return the files that `inputs` name, sorted by path, however they were named; those at URLs come last.
 
     An input is a file, a folder (searched through), a glob pattern, or `@FILE`, a list of these, one per line
-    (empty lines and those that begin with # are skipped). Plain `.json` files are taken only if named. Each may be a
-    URL, that of a folder with / at its end; those come last.
+    (empty lines and those that begin with # are skipped); or its URL, of a folder with / at its end. Plain `.json`
+    files are taken only if named.
 
     Raises:
         InputError: no input, a path that does not exist, a file of another kind, a folder or a pattern
-            without files, a link to no file, a folder that cannot be read, or a file named twice (one that links
-            lead to counts once).
+            without files, a link to no file, a folder that cannot be read, or a file named twice (several links to
+            one file count once).
         FanformerError: a store does not answer.
     """
-    names = list(_with_lists(inputs))
-    remote = _remote_inputs([name for name in names if is_url(name)], tuple(suffixes))
-    files = _local_inputs([name for name in names if not is_url(name)], suffixes)
+    names, kinds = list(_with_lists(inputs)), tuple(suffixes)
+    files = _local_inputs([name for name in names if not is_url(name)], kinds)
+    remote = _remote_inputs([name for name in names if is_url(name)], kinds)
     if not (files or remote):
         raise InputError("no input; name at least one document file or a folder of them")
     return [*files, *remote]
@@ -149,7 +148,7 @@ def _remote_inputs(urls: Sequence[str], suffixes: tuple[str, ...]) -> list[Remot
             matches = [file for file in matches if not file.name.endswith(NOT_SEARCHED_FOR)]
         if not matches:
             raise InputError(
-                f"{url} names no document file; name one that exists, with one of {_kinds(suffixes)}, or a folder of"
+                f"{url} names no document file; name one that exists, with one of {', '.join(suffixes)}, or a folder of"
                 " them with / at its end"
             )
         chosen += matches
@@ -160,12 +159,12 @@ def _remote_inputs(urls: Sequence[str], suffixes: tuple[str, ...]) -> list[Remot
 
 def _refuse_twice(paths: Iterable[str]) -> None:
     """Raise InputError if a path follows itself."""
-    if twice := next((one for one, other in itertools.pairwise(paths) if one == other), None):
+    if twice := next((path for path, following in itertools.pairwise(paths) if path == following), None):
         raise InputError(f"{twice} is named twice among the inputs, its documents would count double; name it once")
 
 
-def _local_inputs(names: Iterable[str], suffixes: Sequence[str]) -> list[Path]:
-    named = (file for name in names for file in _expand(name, tuple(suffixes)))
+def _local_inputs(names: Iterable[str], suffixes: tuple[str, ...]) -> list[Path]:
+    named = (file for name in names for file in _expand(name, suffixes))
     files = sorted(named, key=lambda file: Path(recorded_path(file)))
     _refuse_twice(map(recorded_path, files))
     chosen: dict[Path, Path] = {}
@@ -185,8 +184,13 @@ def _with_lists(inputs: Iterable[str | Path]) -> Iterator[str]:
             yield name
             continue
         path = name[1:]
+
+        def read(path: str = path) -> bytes:
+            files, place = driver_of(path)
+            return bytes(files.cat_file(place))
+
         try:
-            content = query(path, lambda path=path: _content(path)) if is_url(path) else Path(path).read_bytes()  # type: ignore[misc]
+            content = query(path, read) if is_url(path) else Path(path).read_bytes()
             lines = content.decode(TEXT_ENCODING).splitlines()
         except (OSError, UnicodeDecodeError) as error:
             reason = f"cannot be read ({error}); name a text file with one path per line"
@@ -194,17 +198,12 @@ def _with_lists(inputs: Iterable[str | Path]) -> Iterator[str]:
         yield from (line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
 
 
-def _content(url: str) -> bytes:
-    files, path = driver_of(url)
-    return bytes(files.cat_file(path))
-
-
 def _expand(name: str, suffixes: tuple[str, ...]) -> list[Path]:
     path = Path(name)
     if not path.exists() and glob.has_magic(name):
         matches = [Path(match) for match in glob.glob(name, recursive=True) if match.endswith(suffixes)]
         if not matches:
-            raise InputError(f"{name} matches no document file; it must match {_kinds(suffixes)} files")
+            raise InputError(f"{name} matches no document file; it must match {', '.join(suffixes)} files")
         return matches
     if path.is_dir():
         return _search(path, suffixes)
@@ -213,16 +212,16 @@ def _expand(name: str, suffixes: tuple[str, ...]) -> list[Path]:
     if suffixes == CHAT_SUFFIXES and path.name.endswith(TEXT_SUFFIXES):
         raise InputError(f"{path} is plain text, which holds no conversation; leave it out, or prepare without --chat")
     if not path.name.endswith(suffixes):
-        raise InputError(f"{path} is not a document file; its name must end in one of {_kinds(suffixes)}")
+        raise InputError(f"{path} is not a document file; its name must end in one of {', '.join(suffixes)}")
     return [path]
 
 
 def _search(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    found = [Path(parent, name) for parent, _, names in os.walk(folder, onerror=_refuse_unread) for name in names]
-    files = [path for path in found if path.name.endswith(suffixes) and not path.name.endswith(NOT_SEARCHED_FOR)]
+    paths = [Path(parent, name) for parent, _, names in os.walk(folder, onerror=_refuse_unread) for name in names]
+    files = [path for path in paths if path.name.endswith(suffixes) and not path.name.endswith(NOT_SEARCHED_FOR)]
     if not files:
-        raise InputError(f"{folder} holds no document file; a folder must hold {_kinds(suffixes)} files")
-    if others := set(found).difference(files):
+        raise InputError(f"{folder} holds no document file; a folder must hold {', '.join(suffixes)} files")
+    if others := set(paths).difference(files):
         show([f"{folder}: {plural(len(others), 'file')} of other kinds passed over, such as {min(others)}"])
     return files
 
@@ -231,7 +230,3 @@ def _refuse_unread(error: OSError) -> None:
     raise InputError(
         f"{error.filename} cannot be searched ({error.strerror}), its files would be missing; make it readable"
     ) from error
-
-
-def _kinds(suffixes: Sequence[str]) -> str:
-    return ", ".join(suffixes)

@@ -32,6 +32,7 @@ from megatron_fanformer.terminal import plural, show
 
 OF_TEXTS = ("text_field", "min_length", "max_length", "sources", "backend", "strict")
 OF_DOCUMENTS = ("text_field", "min_length", "max_length", "sources", "from_npy")
+ALREADY_THERE = "{} already exists, made from the same input with the same settings"
 COMPRESSED_WEIGHT = 2.5
 """Bytes of text in a byte of a compressed file: 2.3 to 2.9 of Dolma's sample documents and this project's pages."""
 # Pieces that pad the rows of chats, the most likely first; without one, the end of text does.
@@ -52,9 +53,7 @@ class PrepareReport:
     def lines(self) -> list[str]:
         """Describe what was done."""
         manifest = self.manifest
-        lines = []
-        if self.already_there:
-            lines.append(f"{self.prefix} already exists, made from the same input with the same settings")
+        lines = [ALREADY_THERE.format(self.prefix)] if self.already_there else []
         counts = f"{plural(manifest.documents, 'document')}, {plural(manifest.tokens, 'token')}"
         if (chat := manifest.settings.chat) is not None:
             learned = sum(output.learned_tokens or 0 for output in manifest.outputs)
@@ -116,7 +115,7 @@ def prepare_shard(config: PrepareConfig, shard: Shard, progress: ProgressListene
     """
     job, tokenizer = _job(config, None)
     if _existing(job, config.output) is not None:
-        return [f"{config.output} already exists, made from the same input with the same settings"]
+        return [ALREADY_THERE.format(config.output)]
     records = encode_shard(_with_encoder(job, config, tokenizer), shard, progress)
     documents, tokens = (sum(getattr(record, name) for record in records) for name in ("documents", "tokens"))
     counts = f"{plural(len(records), 'file')}, {plural(documents, 'document')}, {plural(tokens, 'token')}"
@@ -214,20 +213,19 @@ def _chat_settings(config: PrepareConfig, tokenizer: Tokenizer) -> ChatSettings:
     refuse_spaces_between(tokenizer)
     template = find_template(config.tokenizer, config.chat_template, eod_id=config.eod_id)
     is_npy = config.format == "npy"
+    special = set(tokenizer.special_pieces)
+    padding = next((name for name in PADDING_NAMES if name in special), None)
+    pad_id = tokenizer.eod_id
+    if padding is not None:
+        pad_id = int(encode_chat(tokenizer, RenderedChat(padding, []))[0][0])
     return ChatSettings(
         template=template.source,
         template_variables=dict(template.variables),
         learn=config.learn or "all",
         max_tokens=NPY_ROW_TOKENS if is_npy and config.max_tokens is None else config.max_tokens,
         too_long=config.too_long or "cut",
-        pad_id=_pad_id(tokenizer) if is_npy else None,
+        pad_id=pad_id if is_npy else None,
     )
-
-
-def _pad_id(tokenizer: Tokenizer) -> int:
-    special = set(tokenizer.special_pieces)
-    name = next((name for name in PADDING_NAMES if name in special), None)
-    return tokenizer.eod_id if name is None else int(encode_chat(tokenizer, RenderedChat(name, []))[0][0])
 
 
 def _existing(job: Job, prefix: str) -> Manifest | None:

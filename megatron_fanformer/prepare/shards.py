@@ -35,7 +35,7 @@ from megatron_fanformer.data.manifest import (
 )
 from megatron_fanformer.durable_files import empty, remove_with_lock, take_lock, write_atomically
 from megatron_fanformer.errors import InUseError
-from megatron_fanformer.prepare.encoding import EncodedBlock, Learned
+from megatron_fanformer.prepare.encoding import EncodedBlock
 from megatron_fanformer.prepare.inputs import InputFile, input_sha256, recorded_path
 
 REFUSED_EXAMPLES = 10
@@ -130,14 +130,24 @@ class ShardWriter:
 
     def add(self, block: EncodedBlock) -> None:
         """Add the documents of the file's next block, and count its refused lines."""
+        import pyarrow
+
         lines_before = self._counts["lines"]
         if len(block.lengths):
             self._streams["tokens"].write(block.tokens)
             self._max_token_id = max(self._max_token_id, int(block.tokens.max()))
-        if block.learned is not None:
-            self._add_chats(block, block.learned, lines_before + 1)
-        elif len(block.lengths):
-            self._write_rows(block.ids, block.sources, np.array(block.numbers) + (lines_before + 1), block.lengths)
+        columns: list[Any] = [block.numbers, block.ids, block.sources, block.lengths]
+        if block.mask is not None:  # conversations: a row with the outcome of every line
+            self._streams["mask"].write(block.mask)
+            outcomes = [ledger.CUT if is_cut else ledger.WHOLE for is_cut in block.is_cut]
+            rows = [*zip(*columns, block.learned, outcomes, strict=True)]
+            rows += [(number, None, None, 0, 0, reason) for number, reason in block.refusals]
+            columns = [*zip(*sorted(rows, key=itemgetter(0)), strict=True)]
+        if columns and len(columns[0]):
+            numbers, ids, sources, *others = columns
+            columns = [ids, sources, np.array(numbers) + (lines_before + 1), *others]
+            arrays = [pyarrow.array(column, kind) for column, kind in zip(columns, self._schema.types, strict=True)]
+            self._rows.write_batch(pyarrow.record_batch(arrays, schema=self._schema))
         if len(self._by_source) <= MOST_SOURCES:
             for source, length in zip(block.sources, block.lengths.tolist(), strict=True):
                 counts = self._by_source.setdefault(source or "", [0, 0])
@@ -150,22 +160,6 @@ class ShardWriter:
         self._counts.update(
             lines=block.lines, documents=len(block.lengths), tokens=len(block.tokens), text_bytes=block.text_bytes
         )
-
-    def _add_chats(self, block: EncodedBlock, learned: Learned, first_line: int) -> None:
-        """Write the masks, and a row with the outcome of every line."""
-        self._streams["mask"].write(learned.mask)
-        kept = zip(block.numbers, block.ids, block.sources, block.lengths, learned.counts, learned.is_cut, strict=True)
-        rows = [(*values, ledger.CUT if is_cut else ledger.WHOLE) for *values, is_cut in kept]
-        rows += [(number, None, None, 0, 0, reason) for number, reason in block.refusals]
-        if rows:
-            numbers, ids, sources, *others = zip(*sorted(rows, key=itemgetter(0)), strict=True)
-            self._write_rows(ids, sources, np.array(numbers) + first_line, *others)
-
-    def _write_rows(self, *columns: Any) -> None:
-        import pyarrow
-
-        arrays = [pyarrow.array(column, kind) for column, kind in zip(columns, self._schema.types, strict=True)]
-        self._rows.write_batch(pyarrow.record_batch(arrays, schema=self._schema))
 
     def finish(self, input_bytes: int, sha256: str) -> ShardRecord:
         """Write the record, last; until then there is no shard."""
