@@ -136,12 +136,7 @@ def _raised(batches: Iterator[list[Any]]) -> Generator[dict[str, Tensor], None, 
 
 
 def sample_numbers(
-    samples: int,
-    *,
-    consumed_samples: int,
-    micro_batch_size: int,
-    data_parallel_rank: int,
-    data_parallel_size: int,
+    samples: int, *, consumed_samples: int, micro_batch_size: int, data_parallel_rank: int, data_parallel_size: int
 ) -> Iterator[list[int]]:
     """Yield the numbers of the samples, of `samples`, in each of `micro_batches`' micro batches, without end."""
     stride = data_parallel_size * micro_batch_size

@@ -86,13 +86,7 @@ class ChatDataset(Epochs):
     """
 
     def __init__(
-        self,
-        conversations: Conversations,
-        *,
-        seq_length: int,
-        seed: int,
-        vocab_size: int,
-        samples: int | None = None,
+        self, conversations: Conversations, *, seq_length: int, seed: int, vocab_size: int, samples: int | None = None
     ) -> None:
         """See Epochs; ids are below `vocab_size`."""
         self.conversations, self.seq_length = conversations, seq_length

@@ -1,10 +1,6 @@
-"""Made-up conversations, and what is learned of them, counted by the bytes of tokens with no code of the package."""
+"""Made-up conversations, and their texts in parts, learned or not, by the definitions of two forms."""
 
-import json
 import random
-import unicodedata
-from itertools import groupby
-from pathlib import Path
 
 CHATML = (
     "{% for message in messages %}"
@@ -69,48 +65,3 @@ def parts_in_olmo_form(messages: Messages) -> list[tuple[str, bool]]:
         content, learned = message["content"].strip(), message["role"] == "assistant"
         parts += [(content + "<|endoftext|>" if learned else content, learned), ("\n", False)]
     return parts
-
-
-def learned_bytes(parts: list[tuple[str, bool]], *, is_normalised: bool) -> tuple[bytes, list[bool]]:
-    """The bytes that the tokens of a conversation stand for, and which of them are learned."""
-    data, learned = b"", []
-    for flag, run in groupby(parts, key=lambda part: part[1]):
-        text = "".join(part for part, _ in run)
-        own = (unicodedata.normalize("NFC", text) if is_normalised else text).encode()
-        data += own
-        learned += [flag] * len(own)
-    return data, learned
-
-
-def bytes_by_id(tokenizer: Path) -> list[bytes]:
-    """The bytes of each id, by the vocabulary of a byte-level `tokenizer.json` or a sentencepiece model."""
-    if tokenizer.suffix == ".model":
-        import sentencepiece
-
-        model = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
-        pieces = [model.id_to_piece(id) for id in range(model.vocab_size())]
-        return [
-            bytes([int(piece[3:5], 16)]) if model.is_byte(id) else piece.replace("\u2581", " ").encode()
-            for id, piece in enumerate(pieces)
-        ]
-    content = json.loads(tokenizer.read_text(encoding="utf-8"))
-    # Byte-level tokenizers write a printable byte of Latin-1 as itself, and the others, in order, as U+0100 and on.
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(0x100) if byte not in printable]
-    byte_of = {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
-    found = {token["id"]: token["content"].encode() for token in content["added_tokens"]}
-    for piece, id in content["model"]["vocab"].items():
-        if id not in found:
-            found[id] = bytes(byte_of[character] for character in piece)
-    return [found[id] for id in range(max(found) + 1)]
-
-
-def counted_mask(ids: list[int], pieces: list[bytes], data: bytes, learned: list[bool]) -> list[bool]:
-    """The learned tokens, by the places of their bytes; every token lies on one side."""
-    assert b"".join(pieces[id] for id in ids) == data
-    mask, position = [], 0
-    for id in ids:
-        (flag,) = set(learned[position : position + len(pieces[id])])
-        mask.append(flag)
-        position += len(pieces[id])
-    return mask

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 
 from megatron_fanformer.data import check, remote_files
-from megatron_fanformer.data.blends import PART_NAMES, TRAIN, VALIDATION, split_bounds
+from megatron_fanformer.data.blends import PART_NAMES, split_bounds
 from megatron_fanformer.data.check import CheckedData, check_files
 from megatron_fanformer.data.config import DataConfig
 from megatron_fanformer.data.datasets import build_datasets
 from megatron_fanformer.data.fingerprint import fingerprint_data
 from megatron_fanformer.data.manifest import ChatSettings
-from megatron_fanformer.data.sample_counts import SampleCounts
 from megatron_fanformer.data.token_files import CHECKED_ENTRIES, read_index
 from megatron_fanformer.errors import CorruptError, InputError
 from tests.chat_pairs import write_chats
@@ -59,16 +58,6 @@ def test_each_file_is_looked_at_once_however_often_it_is_named(tmp_path: Path, m
     assert (list(survey.pairs), list(survey.npy_files), survey.cache) == ([prefix], [npy], tmp_path / ".index_cache")
 
 
-def test_a_part_without_documents_is_told_of_the_part_that_is_drawn_alone(tmp_path: Path) -> None:
-    prefix = write_pair(tmp_path / "samples", [[90], [80]])
-    counts = SampleCounts(check_files(DataConfig(train_data=[prefix], split="1,1,0")), 16)
-    blend = check_files(DataConfig(train_data=[prefix])).train
-    assert counts.of_pairs(blend, {TRAIN: 3, VALIDATION: 2}, is_split=True)[1] == [3, 2, 0]
-    config = DataConfig(train_data=[prefix], split="99,1,0")
-    with pytest.raises(InputError, match="none is left for validation"):
-        SampleCounts(check_files(config), 16).check(config, train_samples=3, valid_samples=2)
-
-
 def test_ids_that_manifests_state_are_checked_at_the_start(tmp_path: Path) -> None:
     """Also of files on other stores; those without a manifest are checked as they are read."""
     unread, stated = write_npy(tmp_path / "unread.npy", 100), write_npy(tmp_path / "stated.npy", 90)
@@ -96,34 +85,25 @@ def test_chats_of_one_run_have_one_template(tmp_path: Path) -> None:
     def chats(name: str, template: str | None, eos_token: str = "</s>") -> str:
         prefix = write_chats(tmp_path / name, [([5, 6], [False, True])])
         if template is not None:
-            variables = {"eos_token": eos_token}
-            settings = ChatSettings(
-                template=template,
-                template_variables=variables,
-                learn="all",
-                max_tokens=None,
-                too_long="cut",
-                pad_id=None,
-            )
+            stated: dict[str, Any] = {"template": template, "template_variables": {"eos_token": eos_token}}
+            settings = ChatSettings(**stated, learn="all", max_tokens=None, too_long="cut", pad_id=None)
             write_manifest(prefix, dtype="uint16", max_token_id=6, chat=settings)
         return prefix
 
-    def template_of(train: list[str], **valid: list[str]) -> str | None:
-        config = DataConfig(format="sft", train_data=train, valid_data=valid, cache_path=str(tmp_path / "cache"))
-        return check_files(config).chat_template
+    def template_of(train: list[str], *valid: str) -> str | None:
+        sets = {str(number): [prefix] for number, prefix in enumerate(valid)}
+        return check_files(DataConfig(format="sft", train_data=train, valid_data=sets)).chat_template
 
-    one, alike, unknown = chats("one", "a"), chats("alike", "a"), chats("unknown", None)
-    others = [chats("another", "b"), chats("of other tokens", "a", "<eos>")]
-    assert template_of([one, unknown], first=[unknown, alike]) == template_of([one])
-    assert template_of([unknown], first=[one]) is None
-    for other in others:
-        for first, train, valid in (
-            (one, [one, other], {}),
-            (one, [one], {"first": [alike], "second": [other]}),
-            (one, [unknown], {"first": [one], "second": [other]}),
-        ):
+    first, alike, unknown = chats("first", "a"), chats("alike", "a"), chats("unknown", None)
+    assert template_of([first, unknown], unknown, alike) == template_of([first])
+    assert template_of([unknown], first) is None
+    for other in (chats("another", "b"), chats("of other tokens", "a", "<eos>")):
+        for train, *valid in ([[first, other]], [[first], alike, other], [[unknown], first, other]):
             with pytest.raises(InputError, match=f"^{first} and {other} were prepared with different chat templates"):
-                template_of(train, **valid)
+                template_of(train, *valid)
+
+
+# -- copies of files on other stores
 
 
 __all__ = ["folder"]  # a fixture

@@ -292,36 +292,34 @@ def test_perplexity_sets_are_those_of_the_local_files(
             find_sets(PerplexityConfig(sets={"own": [f"{url}/none.npy"]}), **stated)
 
 
-def test_a_tokenizer_is_fetched_once_for_each_version_of_it_and_its_template(
+def test_a_tokenizer_is_fetched_for_each_version_of_it_and_its_template(
     folder: Path, tmp_path: Path, small_tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     shutil.copy(small_tokenizer_file, folder / "own.model")
     (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    plan = Plan()
-    with planned(folder, plan) as url:
-        there = load_tokenizer(f"{url}/own.model")
-        assert there.encode("a text") == load_tokenizer(small_tokenizer_file).encode("a text")
-        assert there.path.read_bytes() == small_tokenizer_file.read_bytes() and there.path.name == "own.model"
-        assert (there.path.parent / "tokenizer_config.json").exists()
-        remote_files.forget()
+    with planned(folder) as url:
+
+        def fetched() -> Path:
+            remote_files.forget()
+            return load_tokenizer(f"{url}/own.model").path
+
+        first = fetched()
+        assert first.read_bytes() == small_tokenizer_file.read_bytes() and first.name == "own.model"
+        assert (first.parent / "tokenizer_config.json").exists() and fetched() == first
         config = config_of(url, tmp_path / "cache", tokenizer=f"{url}/own.model")
-        assert load_tokenizer(f"{url}/own.model").path == there.path
-        wanted = config_of(folder, tmp_path / "cache", tokenizer=str(small_tokenizer_file))
+        local = config_of(folder, tmp_path / "cache", tokenizer=str(small_tokenizer_file))
         assert not config.problems()
-        found = fingerprint_data(config, check_files(config, VOCAB_SIZE)).tokenizer
-        assert found == fingerprint_data(wanted, check_files(wanted, VOCAB_SIZE)).tokenizer
+        tokenizers = [fingerprint_data(each, check_files(each, VOCAB_SIZE)).tokenizer for each in (config, local)]
+        assert tokenizers[0] == tokenizers[1]
         for name, line in {"none.model": "does not exist", "": "does not name a file"}.items():
             with pytest.raises(InputError, match=line):
                 load_tokenizer(f"{url}/{name}")
-        for name, text in (("tokenizer_config.json", '{"eos_token": "<e>"}'), ("chat_template.jinja", "corrected")):
-            (folder / name).write_text(text)
-            remote_files.forget()
-            corrected = load_tokenizer(f"{url}/own.model").path
-            assert (corrected.parent / name).read_text() == text and corrected.parent != there.path.parent
+        (folder / "chat_template.jinja").write_text("corrected")
+        corrected = fetched()
+        assert (corrected.parent / "chat_template.jinja").read_text() == "corrected" and corrected != first
         (folder / "chat_template.jinja").unlink()
-        remote_files.forget()
-        assert not (load_tokenizer(f"{url}/own.model").path.parent / "chat_template.jinja").exists()
+        assert fetched() == first
 
 
 def test_manifests_that_may_not_be_read_count_as_none(
