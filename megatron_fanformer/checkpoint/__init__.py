@@ -1,1 +1,1 @@
-"""Checkpoints of a run: saved, published, found and loaded; in any layout, in megatron-core's torch_dist format."""
+"""A run's checkpoints: saving, publishing and loading, in any layout, in megatron-core's torch_dist format."""

@@ -1,8 +1,7 @@
-"""A checkpoint's weights as whole tensors under their global names, for conversion, one tensor in memory at a time.
+"""A checkpoint's weights as whole tensors under their global names, for conversion; one is in memory at a time.
 
-The files are those of torch's distributed checkpoints: a table, `.metadata`, and the parts of tensors as torch archives
-in `.distcp` files. They are read here by the table itself, and written by torch's own writer; no ranks are needed. What
-is written, one file per tensor, loads in both versions of megatron-core.
+The files are those of torch's distributed checkpoints. They are read by their table, and written by torch's writer, one
+file per tensor; no ranks are needed. Both versions of megatron-core load them.
 """
 
 import io
@@ -31,7 +30,7 @@ from megatron_fanformer.checkpoint.stored_files import (
 from megatron_fanformer.errors import CorruptError, FanformerError
 
 OPTIMIZER_PREFIX = "optimizer."
-# What megatron-core 0.16 writes, and 0.19 still reads: plain values are in a file of their own.
+# As megatron-core 0.16 writes, and 0.19 still reads: plain values are in a file of their own.
 LAYOUT = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -41,7 +40,7 @@ LAYOUT = {
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Tensors by name, each read or made on request, and kept by the caller alone.
+    """Tensors by name, each read or computed on request, and not kept.
 
     Args:
         meta: each tensor's shape and type, on the meta device.
@@ -67,7 +66,7 @@ class LazyTensors(Mapping[str, Tensor]):
 
 
 def meta_of(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return tensors that give shapes and types without loading any."""
+    """Return tensors that have the shapes and types, without loading any."""
     return tensors.meta if isinstance(tensors, LazyTensors) else tensors
 
 
@@ -75,7 +74,7 @@ class StoredTensors:
     """The tensors that a checkpoint's table describes, read one by one: whole, or one of a stack.
 
     Args:
-        table: the checkpoint's, as `read_table` gives it.
+        table: from `read_table`.
     """
 
     def __init__(self, checkpoint: Path, table: Table) -> None:
@@ -85,16 +84,16 @@ class StoredTensors:
         self._places = {(index.fqn, tuple(index.offset or ())): info for index, info in table.storage_data.items()}
 
     def meta(self, name: str, number: int | None = None) -> Tensor:
-        """Return the tensor of `read` on the meta device."""
+        """Return the tensor that `read` returns, on the meta device."""
         stored = self.described[name]
         shape = stored.size if number is None else stored.size[1:]
         return torch.empty(shape, dtype=stored.properties.dtype, device="meta")
 
     def read(self, name: str, number: int | None = None) -> Tensor:
-        """Return a tensor, put together of the parts that ranks have written.
+        """Return a tensor, joined from the parts that ranks have written.
 
         Args:
-            number: the place along the first axis of the part to read; None: all of the tensor.
+            number: the index along the first axis to read; None: the whole tensor.
 
         Raises:
             CorruptError: it cannot be read, or is not as the table says.
@@ -135,14 +134,13 @@ class StoredTensors:
 
 
 def open_full_tensors(checkpoint: Path, *, main: bool = False) -> LazyTensors:
-    """Return the weights of a checkpoint of any layout, whole, read one by one; the optimizer's state is left out.
-
-    Nothing in a checkpoint is executed: its table is read as data alone, its tensors as weights only.
+    """Return the whole weights of a checkpoint of any layout, to be read one by one, without the optimizer's state.
 
     Args:
-        main: whether a weight that has a float32 main weight is that, under its own name.
+        main: read a weight's float32 main weight, if there is one, under the weight's name.
 
-    Raises: as `read_checked`; a tensor that cannot be read does so later.
+    Raises:
+        CorruptError: a file has changed, or holds more than data. (A damaged tensor may be noticed when it is read.)
     """
     stored = StoredTensors(checkpoint, read_checked(checkpoint))
     weights = [name for name in stored.described if not name.startswith(OPTIMIZER_PREFIX)]
@@ -160,11 +158,11 @@ def write_full_tensors(
     Lazy tensors are requested one at a time.
 
     Args:
-        attachments: small files to put beside them, by their names there.
+        attachments: small files to put beside them, by name.
 
     Raises:
         FanformerError, KeyboardInterrupt: a lazy tensor raised it.
-        RuntimeError: it could not be written.
+        RuntimeError: the files could not be written.
     """
     checkpoints = run / run_folder.CHECKPOINTS
     folder = run_folder.temporary_folder(checkpoints, 0)
@@ -176,7 +174,7 @@ def write_full_tensors(
             save(meta, storage_writer=writer, planner=_OneByOne(tensors), no_dist=True)
         except CheckpointException as error:  # not an Exception
             ((reason, _), *_) = error.failures.values()
-            if isinstance(reason, FanformerError | KeyboardInterrupt):  # nothing is wrong with the writing
+            if isinstance(reason, FanformerError | KeyboardInterrupt):  # not an error of the writing
                 raise reason from None
             raise RuntimeError(f"{folder} was not written ({reason})") from error
     torch.save({}, folder / COMMON)
@@ -185,7 +183,7 @@ def write_full_tensors(
 
 
 class _OneByOne(DefaultSavePlanner):
-    """Plans by shapes and types alone, and gives the writer each tensor when it is due."""
+    """Plans by shapes and types alone, and hands the writer each tensor in its turn."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__(flatten_state_dict=False)

@@ -1,13 +1,13 @@
-"""The optimizer's state in a checkpoint: one form, whichever optimizer wrote it and whichever loads it.
+"""The optimizer's state in a checkpoint: one form, whichever optimizer writes it and whichever loads it.
 
-    optimizer.state.STATE.NAME    what the optimizer keeps of the weight NAME: of AdamW, exp_avg and exp_avg_sq
+    optimizer.state.STATE.NAME    a state of the weight NAME: of AdamW, exp_avg and exp_avg_sq
     optimizer.state.param.NAME    its float32 main weight, unless NAME itself is that
     optimizer/param_groups        hyperparameters and the step, per group of weights
 
-Each is stored whole, in the shape of its weight. A rank saves and loads what it has of it in place: all of its own
-weights' state, or, with the distributed optimizer, a range of the elements of some, which is cut into rectangles.
-Nothing is gathered; megatron-core's own form for all layouts (`fully_reshardable`) gathers on every rank, and also
-saves wrong values after a padded bucket (Megatron-LM pull request 5077; seen in 0.16.1 and 0.19.2).
+Each tensor has the shape of its weight. A rank saves and loads in place the part that it has: the state of all its
+weights, or, with the distributed optimizer, a range of the elements of some, which is cut into rectangles. Nothing is
+gathered. (megatron-core's form for all layouts, `fully_reshardable`, gathers on every rank, and saves wrong values
+after a padded bucket: Megatron-LM pull request 5077, seen in 0.16.1 and 0.19.2.)
 """
 
 import dataclasses
@@ -25,20 +25,20 @@ from megatron_fanformer.runtime.seeding import local_shards
 
 
 class _Part(NamedTuple):
-    """An optimizer's part of a weight on this rank, which starts at one of the weight's elements."""
+    """An optimizer's state of a range of a weight's elements, on this rank."""
 
     weight: torch.nn.Parameter
     start: int
+    """The range's first element."""
     tensors: dict[str, Tensor]
-    """Tensors by name, all of the same length: states, and `param`, the main weight, where that is not the weight
-    itself."""
+    """Tensors of the range by name: states, and `param`, the main weight, unless that is the weight itself."""
     instance: int | None
-    """Number of the group of ranks that have the rest of it (`num_distributed_optimizer_instances`); None: each data
-    parallel rank has the same."""
+    """Number of the group of ranks that have the other ranges (`num_distributed_optimizer_instances`); None: every data
+    parallel rank has the whole weight."""
 
 
 def stored_state(optimizer: Any, weights: dict[str, Any]) -> dict[str, Any]:
-    """Return the form above, as a sharded state dict; before the first update, too.
+    """Return the optimizer's state as a sharded state dict, also before the first update.
 
     Args:
         weights: the sharded state dict of the weights, whose data are the parameters themselves.
@@ -48,22 +48,25 @@ def stored_state(optimizer: Any, weights: dict[str, Any]) -> dict[str, Any]:
 
 
 def requested_tensors(optimizer: Any, weights: dict[str, Any], stored: Collection[str]) -> dict[int, ShardedTensor]:
-    """Return the optimizer's own tensors, to be filled, under the names that a checkpoint has for them.
+    """Return the optimizer's tensors, to load into, under the names that a checkpoint has for them.
 
     Args:
         weights: as for `stored_state`.
         stored: the names of the tensors in the checkpoint.
     """
-    shards = _shards(optimizer, weights)
-    return {i: dataclasses.replace(shard, key=_stored_name(shard.key, stored)) for i, shard in enumerate(shards)}
+    shards = {}
+    for number, shard in enumerate(_shards(optimizer, weights)):
+        if shard.key.startswith(MAIN_WEIGHT):
+            shard = dataclasses.replace(shard, key=main_weight_name(shard.key.removeprefix(MAIN_WEIGHT), stored))
+        shards[number] = shard
+    return shards
 
 
 def requested_weights(weights: dict[str, Any], stored: Collection[str]) -> dict[str, Any]:
-    """Return the weights under the names that a checkpoint has for them: those in float32 are the main ones of a bf16
-    run.
+    """Return the weights under the names that a checkpoint has for them; float32 weights load a bf16 run's main ones.
 
     Args:
-        weights: by chunk, as `model_state` has them.
+        weights: by chunk, from `model_state`.
     """
 
     def named(leaf: Any) -> Any:
@@ -73,43 +76,39 @@ def requested_weights(weights: dict[str, Any], stored: Collection[str]) -> dict[
     return {chunk: {name: named(leaf) for name, leaf in leaves.items()} for chunk, leaves in weights.items()}
 
 
-def set_tensors(own: dict[int, Tensor], loaded: dict[int, Tensor]) -> None:
-    """Copy tensors that were not loaded in place, since another replica read them."""
-    for number, tensor in own.items():
+def set_tensors(local: dict[int, Tensor], loaded: dict[int, Tensor]) -> None:
+    """Copy the tensors that were not loaded in place, because another replica read them."""
+    for number, tensor in local.items():
         if loaded[number].data_ptr() != tensor.data_ptr():
             tensor.copy_(loaded[number])
 
 
 def stored_groups(stored: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the groups in the plain values that a checkpoint has of the optimizer; earlier ones nest them deeper."""
+    """Return the parameter groups in a checkpoint's plain values; earlier checkpoints nest them deeper."""
     if "param_groups" in stored:
         return stored["param_groups"]
     return [group for value in stored.values() if isinstance(value, dict) for group in stored_groups(value)]
 
 
 def set_groups(optimizer: Any, groups: list[dict[str, Any]], names: Collection[str]) -> None:
-    """Set the entries of such names, the step above all. Groups are in the same order in all layouts, on all ranks."""
-    for own, group in zip(optimizer.param_groups, groups, strict=True):
-        own.update({name: group[name] for name in names})
+    """Set these entries of the groups, such as the step. Groups have the same order in all layouts, on all ranks."""
+    for group, stored in zip(optimizer.param_groups, groups, strict=True):
+        group.update({name: stored[name] for name in names})
 
 
 def _stored_groups(optimizer: Any) -> list[dict[str, Any]]:
-    """Return every group with the common step, which an optimizer does not count where it has none of its weights."""
+    """Return every group with the common step, which an optimizer does not count in groups without local weights."""
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     step = max(group.get("step", 0) for group in groups)
     return [{**group, "step": step} for group in groups]
-
-
-def _stored_name(key: str, stored: Collection[str]) -> str:
-    return main_weight_name(key.removeprefix(MAIN_WEIGHT), stored) if key.startswith(MAIN_WEIGHT) else key
 
 
 # -- an optimizer's tensors
 
 
 def _parts(optimizer: Any, weights: list[torch.nn.Parameter]) -> Iterator[_Part]:
-    for single in _single(optimizer):
-        # Makes what the first update would make: also before one, checkpoints have it, and each save the same shards.
+    for single in getattr(optimizer, "chained_optimizers", [optimizer]):
+        # Makes the states that the first update would make: every save has the same shards.
         single.init_state_fn(single.optimizer, single.config)
         if isinstance(single, DistributedOptimizer):
             yield from _distributed_parts(single)
@@ -137,15 +136,11 @@ def _part(
     return _Part(weight, start, tensors, instance)
 
 
-def _single(optimizer: Any) -> list[Any]:
-    return getattr(optimizer, "chained_optimizers", [optimizer])
-
-
-# -- their place in whole tensors
+# -- as pieces of whole tensors
 
 
 def _shards(optimizer: Any, weights: dict[str, Any]) -> Iterator[ShardedTensor]:
-    """Return every part as rectangles of whole tensors; their data are the optimizer's own."""
+    """Yield every part as rectangles of whole tensors; their data are the optimizer's."""
     pieces = {leaf.data: list(local_shards({"": leaf})) for leaf in nested_values(weights)}
     for part in _parts(optimizer, list(pieces)):
         for piece in pieces[part.weight]:
@@ -154,12 +149,12 @@ def _shards(optimizer: Any, weights: dict[str, Any]) -> Iterator[ShardedTensor]:
 
 
 def _rectangles_of(piece: ShardedTensor, part: _Part, key: str, flat: Tensor) -> Iterator[ShardedTensor]:
-    """Return the intersection of a part with a piece of its weight, as pieces of the tensor `key`.
+    """Yield the intersection of a part with a piece of its weight, as pieces of the tensor `key`.
 
-    (A weight is one piece, unless several are stored of it: runs of its rows, or of its columns.)
+    (A weight is one piece, unless it is stored as several: runs of its rows, or of its columns.)
 
     Args:
-        flat: the part's tensor, without its shape.
+        flat: the part's tensor, flattened.
     """
     assert piece.data is not None and not piece.prepend_axis_num
     weight = tuple(part.weight.shape)
@@ -172,7 +167,7 @@ def _rectangles_of(piece: ShardedTensor, part: _Part, key: str, flat: Tensor) ->
             min(at + size, c + s) for at, size, c, s in zip(offset, extent, corner, piece.data.shape, strict=True)
         )
         if any(end <= start for start, end in zip(low, high, strict=True)):
-            continue  # all of it is of other pieces
+            continue  # it belongs to other pieces
         data = held[tuple(slice(start - at, end - at) for at, start, end in zip(offset, low, high, strict=True))]
         yield dataclasses.replace(
             piece,
@@ -182,23 +177,16 @@ def _rectangles_of(piece: ShardedTensor, part: _Part, key: str, flat: Tensor) ->
             local_shape=tuple(data.shape),
             global_offset=tuple(g + start - c for g, start, c in zip(piece.global_offset, low, corner, strict=True)),
             axis_fragmentations=None,  # not a regular grid
-            replica_id=_replica_id(piece, part),
+            replica_id=piece.replica_id if part.instance is None else (*piece.replica_id[:2], part.instance),
         )
 
 
-def _replica_id(piece: ShardedTensor, part: _Part) -> Any:
-    if part.instance is None:
-        return piece.replica_id
-    pipeline, tensor, _data = piece.replica_id
-    return pipeline, tensor, part.instance
-
-
 def rectangles(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """(first element, offset, shape) of the fewest rectangles that cover a range of a tensor's elements.
+    """Yield (first element, offset, shape) of the fewest rectangles that cover a range of a tensor's elements.
 
     Args:
-        shape: of the tensor, of one or two dimensions.
-        start, end: the range, in elements of the flattened tensor; empty where `end` is not above `start`.
+        shape: the tensor's, of one or two dimensions.
+        start, end: the range, in elements of the flattened tensor.
     """
     columns = shape[-1] if len(shape) == 2 else 1
     while start < end:

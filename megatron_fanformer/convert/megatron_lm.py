@@ -78,7 +78,11 @@ def open_megatron_lm(
     stored = StoredTensors(folder, table)
     weights = [name for name in stored.described if not OPTIMIZER.match(name)]
     _, common = common_values(folder, table, read_records)
-    arguments, stated = _arguments(common), _stated(config)
+    namespace = common.get("args") if isinstance(common, dict) else None  # a checkpoint may be saved without them
+    arguments = namespace.state if isinstance(namespace, Record) and isinstance(namespace.state, dict) else {}
+    stated = read_values(config).get("model") if config else {}
+    if not isinstance(stated, dict):
+        raise InputError(f"{config} has no section model with fields; write those that the checkpoint lacks into it")
     if reasons := model_problems(arguments):  # before the tensors, which another model has in another form
         raise InputError(
             f"the model in {folder} cannot be converted: {'; '.join(reasons)}; it runs in Megatron-LM alone"
@@ -132,21 +136,6 @@ def _own_name(layer: int, rest: str) -> str:
 
 
 # -- the model
-
-
-def _arguments(common: Any) -> Arguments:
-    """Return the arguments by name; empty if the checkpoint was saved without them."""
-    namespace = common.get("args") if isinstance(common, dict) else None
-    arguments = namespace.state if isinstance(namespace, Record) else None
-    return arguments if isinstance(arguments, dict) else {}
-
-
-def _stated(config: Path | None) -> dict[str, Any]:
-    """Return the section `model` of a configuration file."""
-    stated = read_values(config).get("model") if config else {}
-    if not isinstance(stated, dict):
-        raise InputError(f"{config} has no section model with fields; write those that the checkpoint lacks into it")
-    return stated
 
 
 def _model(

@@ -191,17 +191,16 @@ def _averaged(checkpoint: Path) -> list[str]:
     """Return the checkpoints that `merge` has averaged into this one, as text."""
     receipt = checkpoint.parent.parent / RECEIPT
     sources = run_folder.read_mapping(receipt).get("sources") if receipt.is_file() else None
+
+    def run_name(path_or_url: str) -> str:
+        path = Path(path_or_url)
+        return path.parent.parent.name if path.parent.name == run_folder.CHECKPOINTS else path.name
+
     return [
-        f"{_run_name(str(source.get('path')))} step {source.get('step')} (weight {source.get('weight')})"
+        f"{run_name(str(source.get('path')))} step {source.get('step')} (weight {source.get('weight')})"
         for source in (sources if isinstance(sources, list) else [])
         if isinstance(source, dict)
     ]
-
-
-def _run_name(checkpoint: str) -> str:
-    """Return the last part of the path or URL of a checkpoint's run."""
-    path = Path(checkpoint)
-    return path.parent.parent.name if path.parent.name == run_folder.CHECKPOINTS else path.name
 
 
 def _rows(saved: Saved, progress: SavedProgress, losses: Rows) -> Rows:
