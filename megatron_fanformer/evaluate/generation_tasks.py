@@ -61,30 +61,23 @@ class GenerationSettings(SamplingConfig):
     allow_code_execution: bool = False
     """Run the programs that the model writes (see `code_execution`)."""
 
-    def length_problems(self, seq_length: int) -> list[str]:
-        """List the settings that do not suit a model of sequences of that length."""
-        if self.max_new_tokens is None or self.max_new_tokens < seq_length:
-            return []
-        return [
-            f"max_new_tokens is {self.max_new_tokens}, which leaves no room for a prompt in the {seq_length} tokens "
-            f"that the model was trained on; set it below {seq_length}"
-        ]
 
-
-def check(name: str, settings: GenerationSettings) -> None:
-    """Refuse settings and programs before a model is loaded.
-
-    Raises:
-        InputError: settings are wrong, or the task's programs may not be run.
-    """
+def text_problems(names: Sequence[str], settings: GenerationSettings, seq_length: int) -> list[str]:
+    """List why a model of sequences of that length cannot write the answers to tasks, or may not."""
     problems = settings.problems()
-    if name in CODE and not settings.allow_code_execution:
+    problems += [
+        f"{name} runs programs that the model writes, in no sandbox; allow it in a container with "
+        f"--allow-code-execution, or leave {name} out"
+        for name in names
+        if name in CODE and not settings.allow_code_execution
+    ]
+    new_tokens = 0 if settings.max_new_tokens is None else settings.max_new_tokens
+    if new_tokens >= seq_length and set(names) != {ULOGIC}:  # whose answers have a length of their own
         problems.append(
-            f"{name} runs programs that the model writes, in no sandbox; allow it in a container with "
-            f"--allow-code-execution, or leave {name} out"
+            f"max_new_tokens is {new_tokens}, which leaves no room for a prompt in the {seq_length} tokens that the "
+            f"model was trained on; set it below {seq_length}"
         )
-    if problems:
-        raise InputError("\n".join(problems))
+    return problems
 
 
 def evaluate(
@@ -99,13 +92,12 @@ def evaluate(
     """Make a model write the answers to a task's documents, at least one, and judge them.
 
     Args:
+        settings: without `text_problems`.
         log: called with its progress.
 
     Raises:
-        InputError: those of `check`, before anything is written.
         DivergenceError: the model's logits are not finite.
     """
-    check(name, settings)
     if name == ULOGIC:
         return _judge_rules(model, tokenizer, documents, settings, log=log)
     written = write_texts(model, tokenizer, documents, settings, log=log)
@@ -142,12 +134,9 @@ def write_texts(
     """Continue each document's `prompt` to its `stop` strings; a prompt without room loses its beginning.
 
     Raises:
-        InputError: `max_new_tokens` leaves no room for any prompt.
         DivergenceError: the model's logits are not finite.
     """
     longest = model.config.seq_length
-    if problems := settings.length_problems(longest):
-        raise InputError("\n".join(problems))
     prompts = tokenizer.encode_batch([document["prompt"] for document in documents])
     written = []
     for document, ids in zip(documents, prompts, strict=True):

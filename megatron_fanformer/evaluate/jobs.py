@@ -94,7 +94,11 @@ def find_jobs(request: EvaluationRequest) -> Jobs:
         key = (config.seq_length, config.vocab_size, source.end_of_text_id, job.tokenizer_sha256)
         if key not in surveys:
             if texts and tokenizer is not None:
-                problems += _text_problems(request, None if choices else file, list(texts), source, tokenizer)
+                settings = GenerationSettings(**request.sampling)
+                problems += source.tokenizer_problems(load_tokenizer(tokenizer, eod_id=source.end_of_text_id))
+                problems += generation_tasks.text_problems(list(texts), settings, config.seq_length)
+                if file is not None and not choices:  # else the survey checks it
+                    collect_problems(problems, partial(file.refuse_other_tokenizer, tokenizer_file(tokenizer)))
             survey = partial(
                 survey_evaluation,
                 evaluation,
@@ -146,22 +150,6 @@ def _request_file(request: EvaluationRequest, jobs: Sequence[EvaluationJob]) -> 
     )
 
 
-def _text_problems(
-    request: EvaluationRequest, file: RequestFile | None, names: list[str], source: ModelSource, tokenizer: Path
-) -> list[str]:
-    """List why a model cannot write a task's answers: another tokenizer than its own or the file's, or no room.
-
-    Args:
-        file: None where the survey of choice tasks checks it.
-    """
-    problems = source.tokenizer_problems(load_tokenizer(tokenizer, eod_id=source.end_of_text_id))
-    if names != [ULOGIC]:  # whose answers have a length of their own
-        problems += GenerationSettings(**request.sampling).length_problems(source.config.seq_length)
-        if file is not None:
-            collect_problems(problems, partial(file.refuse_other_tokenizer, tokenizer_file(tokenizer)))
-    return problems
-
-
 def _tasks(
     request: EvaluationRequest, file: RequestFile | None, problems: list[str]
 ) -> tuple[list[str], dict[str, list[dict[str, Any]]]]:
@@ -173,8 +161,6 @@ def _tasks(
         names = (request.evaluation.tasks if request.options.requests else []) or [*file.tasks, *file.texts]
         texts = {name: file.texts[name][:limit] for name in names if name in file.texts}
         choices = [name for name in names if name not in texts]
-        if collect_problems(problems, partial(file.selected, choices)) is None:
-            choices = []
     if request.options.ulogic is not None:
         rules = collect_problems(problems, partial(generation_tasks.ulogic_rules, request.options.ulogic))
         texts |= {} if rules is None else {ULOGIC: rules[:limit]}
@@ -183,8 +169,6 @@ def _tasks(
             f"{', '.join(texts)}: a model writes its answers in one process; leave them out, or run in one (without "
             "--layout and torchrun)"
         )
-    for name in texts:
-        collect_problems(problems, partial(generation_tasks.check, name, GenerationSettings(**request.sampling)))
     return choices, texts
 
 

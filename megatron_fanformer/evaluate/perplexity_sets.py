@@ -312,7 +312,7 @@ def find_sets(
     end_of_text_id: int | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> list[PerplexitySet]:
-    """Return the sets of a configuration, opened and checked: the groups' first, then the named ones.
+    """Return the sets of a configuration without `problems()`, opened and checked: groups first, then the named ones.
 
     Args:
         seq_length: the model's: the longest piece that it may be given.
@@ -327,7 +327,7 @@ def find_sets(
         CorruptError: a file is damaged.
     """
     chunk = config.chunk_tokens or seq_length
-    problems = [*config.problems(), *set_problems(config)]
+    problems = set_problems(config)
     if chunk > seq_length:
         problems.append(
             f"{SECTION}.chunk_tokens is {chunk}, longer than the {seq_length} tokens that the model was trained on; "

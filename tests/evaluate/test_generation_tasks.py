@@ -22,6 +22,7 @@ from megatron_fanformer.evaluate.generation_tasks import (
     pass_at,
     program,
     stated_verdict,
+    text_problems,
     ulogic_rules,
     write_texts,
 )
@@ -113,14 +114,14 @@ def test_a_prompt_without_room_loses_its_beginning(tokenizer):
     oracle = Oracle(tokenizer, {"y" * 60: ["abc"]}, seq_length=70)
     (written,) = write_texts(oracle, tokenizer, asked, GenerationSettings(max_new_tokens=10))
     assert (written.prompt_cut, len(written.texts[0].prompt_ids)) == (30, 60)
-    with pytest.raises(InputError, match="max_new_tokens is 70, which leaves no room for a prompt in the 70 tokens"):
-        write_texts(oracle, tokenizer, asked, GenerationSettings(max_new_tokens=70))
+    (problem,) = text_problems(["gsm8k"], GenerationSettings(max_new_tokens=70), 70)
+    assert problem.startswith("max_new_tokens is 70, which leaves no room for a prompt in the 70 tokens")
 
 
-def test_programs_are_run_only_where_that_is_allowed(library, tokenizer):
-    asked = documents("mbpp", library)
-    with pytest.raises(InputError, match="mbpp runs programs that the model writes, in no sandbox; allow it"):
-        evaluate(Oracle(tokenizer, {}), tokenizer, "mbpp", asked, GenerationSettings())
+def test_programs_are_run_only_where_that_is_allowed():
+    (problem,) = text_problems(["gsm8k", "mbpp"], GenerationSettings(), 70)
+    assert problem.startswith("mbpp runs programs that the model writes, in no sandbox; allow it")
+    assert text_problems(["mbpp"], RUN, 70) == []
 
 
 # -- the library's own data
