@@ -30,57 +30,51 @@ class Reordering:
     def tensor(self, name: str, tensor: Tensor) -> Tensor:
         """Return a whole weight, by its global name, in this order."""
         for axis, order in enumerate(self._axes(name)):
-            if order is not None:
-                tensor = tensor.index_select(axis, order)
+            tensor = tensor if order is None else tensor.index_select(axis, order)
         return tensor
 
     def restored(self, name: str, tensor: Tensor) -> Tensor:
         """Return a whole weight or its gradient, of this order, in the original order."""
         for axis, order in enumerate(self._axes(name)):
-            if order is not None:
-                tensor = tensor.index_select(axis, order.argsort())
+            tensor = tensor if order is None else tensor.index_select(axis, order.argsort())
         return tensor
 
     def tokens(self, tokens: Tensor) -> Tensor:
         """Return token ids as this order's vocabulary has them."""
-        order = self.vocabulary
-        return tokens if order is None else order.argsort()[tokens]
+        return self.vocabulary.argsort()[tokens]
 
     def sample(self, position: int) -> int:
         """Return which sample is at a position of the stream: permuted within each global batch."""
         batch, place = divmod(position, self.global_batch_size)
-        order = self.order("samples", self.global_batch_size)
-        return position if order is None else batch * self.global_batch_size + int(order[place])
+        return batch * self.global_batch_size + int(self.order("samples", self.global_batch_size)[place])
 
     @property
-    def vocabulary(self) -> Tensor | None:
+    def vocabulary(self) -> Tensor:
         """The order of the embedding's rows, padding included."""
         return self.order("vocabulary", self.model.padded_vocab_size)
 
     @property
-    def hidden(self) -> Tensor | None:
+    def hidden(self) -> Tensor:
         """The order of the residual stream's coordinates: of a FAN layer's features, where one writes them."""
         size = self.model.hidden_size
         return self.features("stream", size) if self.model.placement.has_fan_mlp else self.order("hidden", size)
 
     @property
-    def x_f(self) -> Tensor | None:
+    def x_f(self) -> Tensor:
         """The order of X_F's coordinates."""
         return self.features("x_f", self.model.hidden_size)
 
-    def features(self, name: str, width: int) -> Tensor | None:
+    def features(self, name: str, width: int) -> Tensor:
         """Return the order of a FAN layer's output of that width: cos and sin move together."""
         periodic, linear = self._units(name, width)
-        if periodic is None or linear is None:
-            return None
         return torch.cat([periodic, len(periodic) + periodic, 2 * len(periodic) + linear])
 
-    def fan_rows(self, name: str, width: int) -> Tensor | None:
+    def fan_rows(self, name: str, width: int) -> Tensor:
         """Return the order of the rows [p | g] that make such an output."""
         periodic, linear = self._units(name, width)
-        return None if periodic is None or linear is None else torch.cat([periodic, len(periodic) + linear])
+        return torch.cat([periodic, len(periodic) + linear])
 
-    def _units(self, name: str, width: int) -> tuple[Tensor | None, Tensor | None]:
+    def _units(self, name: str, width: int) -> tuple[Tensor, Tensor]:
         periodic = int(self.model.fan.p_ratio * width)
         return self.order(f"{name}, p", periodic), self.order(f"{name}, g", width - 2 * periodic)
 
@@ -104,7 +98,7 @@ class Reordering:
             "fan.v_linear.weight": [None, hidden],
             "fan.v_linear.bias": [None],
             "linear_qk.weight": [None, self.x_f],
-            "linear_fc1.weight": [None if units is None else torch.cat([units, len(units) + units]), hidden],
+            "linear_fc1.weight": [torch.cat([units, len(units) + units]), hidden],
             "linear_fc2.weight": [hidden, units],
         }
         if placement.has_fan_mlp:
@@ -118,10 +112,10 @@ class Reordering:
         if self.model.placement.has_own_values:
             return None  # a value's channel is a cosine, a sine or linear, and its head cannot move
         order = self.order("groups", self.model.query_groups)
-        return None if order is None else torch.arange(rows).view(len(order), -1)[order].flatten()
+        return torch.arange(rows).view(len(order), -1)[order].flatten()
 
-    def order(self, name: str, size: int) -> Tensor | None:
-        """Return an order of so many units of that name; None for the original."""
+    def order(self, name: str, size: int) -> Tensor:
+        """Return an order of so many units of that name."""
         if self.number == 0:
-            return None
+            return torch.arange(size)
         return torch.randperm(size, generator=generator_for(self.number, name))

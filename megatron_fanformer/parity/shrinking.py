@@ -35,13 +35,16 @@ class SmallRun:
 
 def shrink(model: FANformerConfig, micro_batch_size: int, layouts: list[ParallelConfig]) -> SmallRun:
     """Return the small form of a run, on which each of the layouts is legal if it is on the run itself."""
-    tensors = [layout.tensor_model_parallel_size for layout in layouts]
-    unit = math.lcm(*tensors)
-    groups = _groups(model.query_groups, [_ranks_of_heads(layout) for layout in layouts])
+    unit = math.lcm(*(layout.tensor_model_parallel_size for layout in layouts))
+    groups = _groups(model.query_groups, layouts)
     heads = groups * model.num_attention_heads // model.query_groups
     hidden = heads * min(HEAD_SIZE, model.kv_channels)
     ffn_unit = 4 * unit
     multiple = math.lcm(VOCABULARY_UNIT, unit)
+    # a layout cuts the sequence in 2 parts for each context parallel rank, and each rank's among the tensor parallel
+    sequence_unit = math.lcm(
+        *(layout.context_parallel_size * math.lcm(2, layout.tensor_model_parallel_size) for layout in layouts)
+    )
     small = dataclasses.replace(
         model,
         num_layers=_layers(model.num_layers, layouts),
@@ -51,61 +54,40 @@ def shrink(model: FANformerConfig, micro_batch_size: int, layouts: list[Parallel
         num_query_groups=groups if model.num_query_groups is not None else None,
         vocab_size=VOCABULARY_UNIT * multiple - UNPADDED,
         make_vocab_size_divisible_by=multiple,
-        seq_length=_sequence(model.seq_length, layouts),
+        seq_length=min(model.seq_length, -(-MIN_SEQUENCE // sequence_unit) * sequence_unit),
     )
     small = _with_rows_that_divide(model, small, unit)
     micro = min(micro_batch_size, MICRO_BATCH)
-    batch = micro * math.lcm(*(2 * (layout.data_parallel_size or 1) * _rounds(layout) for layout in layouts))
-    return SmallRun(model=small, global_batch_size=batch, micro_batch_size=micro, changes=_changes(model, small))
+    # virtual stages take micro batches in rounds of as many as there are stages
+    rounds = [layout.pipeline_model_parallel_size if layout.virtual_stages > 1 else 1 for layout in layouts]
+    replicas = [layout.data_parallel_size or 1 for layout in layouts]
+    batch = micro * math.lcm(*(2 * number * of_round for number, of_round in zip(replicas, rounds, strict=True)))
+    before, after = (by_dotted_names(dataclasses.asdict(config)) for config in (model, small))
+    changes = tuple(f"{name} {before[name]} -> {after[name]}" for name in before if before[name] != after[name])
+    return SmallRun(model=small, global_batch_size=batch, micro_batch_size=micro, changes=changes)
 
 
-def _ranks_of_heads(layout: ParallelConfig) -> int:
-    """Return how many ranks share the heads in attention."""
-    return layout.tensor_model_parallel_size * (layout.context_parallel_size if layout.exchanges_heads else 1)
-
-
-def _groups(groups: int, ranks: list[int]) -> int:
-    """Key and value heads: as few as still divide, or are divided by, what they did.
-
-    Args:
-        ranks: that share the heads, in each layout.
-    """
-    fewest = math.lcm(*(math.gcd(groups, each) for each in ranks))
+def _groups(groups: int, layouts: list[ParallelConfig]) -> int:
+    """Return the key and value heads: as few as the ranks that share them still divide, or are divided by."""
+    fewest = 1
+    for layout in layouts:
+        ranks = layout.tensor_model_parallel_size * (layout.context_parallel_size if layout.exchanges_heads else 1)
+        fewest = math.lcm(fewest, math.gcd(groups, ranks))
     return math.lcm(fewest, 2) if groups % math.lcm(fewest, 2) == 0 else fewest
 
 
 def _layers(num_layers: int, layouts: list[ParallelConfig]) -> int:
-    uneven = (
-        "num_layers_in_first_pipeline_stage",
-        "num_layers_in_last_pipeline_stage",
-        "pipeline_model_parallel_layout",
-    )
-    if any(getattr(layout, name) is not None for layout in layouts for name in uneven):
-        return num_layers  # they name layers of the whole model
-    units = (
-        layout.pipeline_model_parallel_size * layout.virtual_stages * _layers_at_a_time(layout) for layout in layouts
-    )
-    unit = math.lcm(*units)
+    unit = 1
+    for layout in layouts:
+        if (
+            layout.num_layers_in_first_pipeline_stage is not None
+            or layout.num_layers_in_last_pipeline_stage is not None
+            or layout.pipeline_model_parallel_layout is not None
+        ):
+            return num_layers  # they name layers of the whole model
+        recomputed = layout.recompute_num_layers if layout.recompute_method == "uniform" else None
+        unit = math.lcm(unit, layout.pipeline_model_parallel_size * layout.virtual_stages * (recomputed or 1))
     return min(num_layers, -(-MIN_LAYERS // unit) * unit)
-
-
-def _layers_at_a_time(layout: ParallelConfig) -> int:
-    """Return how many layers are recomputed together, which those of a chunk must be a multiple of."""
-    return layout.recompute_num_layers or 1 if layout.recompute_method == "uniform" else 1
-
-
-def _sequence(seq_length: int, layouts: list[ParallelConfig]) -> int:
-    units = (
-        math.lcm(2 * layout.context_parallel_size, layout.context_parallel_size * layout.tensor_model_parallel_size)
-        for layout in layouts
-    )
-    unit = math.lcm(*units)
-    return min(seq_length, -(-MIN_SEQUENCE // unit) * unit)
-
-
-def _rounds(layout: ParallelConfig) -> int:
-    """Return the unit of micro batches that a replica's schedule takes."""
-    return layout.pipeline_model_parallel_size if layout.virtual_stages > 1 else 1
 
 
 def _with_rows_that_divide(model: FANformerConfig, small: FANformerConfig, unit: int) -> FANformerConfig:
@@ -122,8 +104,3 @@ def _with_rows_that_divide(model: FANformerConfig, small: FANformerConfig, unit:
         elif periodic % unit or (width - 2 * periodic) % unit:
             replaced[name] = nearest_p_ratio(p_ratio, width, unit)
     return dataclasses.replace(small, fan=dataclasses.replace(small.fan, **replaced))
-
-
-def _changes(model: FANformerConfig, small: FANformerConfig) -> tuple[str, ...]:
-    before, after = (by_dotted_names(dataclasses.asdict(each)) for each in (model, small))
-    return tuple(f"{name} {before[name]} -> {after[name]}" for name in before if before[name] != after[name])
