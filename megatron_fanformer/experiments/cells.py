@@ -197,11 +197,6 @@ class Cell:
     config: RunConfig
 
     @property
-    def seed(self) -> int:
-        """Return the seed of the initial weights and the order of samples."""
-        return self.config.training.seed
-
-    @property
     def run(self) -> Path:
         """Return its run's folder."""
         return Path(self.config.training.run_dir)

@@ -1,11 +1,7 @@
-"""Cost of a FANformer beside its Transformer, next to the paper's figures.
+"""Cost of a FANformer beside its Transformer: parameters and FLOPs by formula, memory counted on fake tensors.
 
-Parameters and FLOPs are by formula (tests hold them against counts), FLOPs with the half of the scores that causal
-attention needs. Memory is the most that is alive in a forward pass of one sequence, of the model for transformers on
-torch's fake tensors, which have shapes and no content.
-
-The paper's 6.25% is what FAN adds to a layer of 24 s d² FLOPs for s tokens: queries, keys, values and output, and an
-FFN of two maps. The model's own FFN is a SwiGLU of three.
+The paper's 6.25% is FAN's share of a layer of 24 s d² FLOPs for s tokens: queries, keys, values and output, and an FFN
+of two maps. The model's own FFN is a SwiGLU of three.
 """
 
 from collections.abc import Iterator, Sequence

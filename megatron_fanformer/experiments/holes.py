@@ -1,18 +1,10 @@
-"""Leave-Square-Out: does a model learn the rule, or the cases?
+"""Leave-Square-Out: does a model learn the rule of an arithmetic task, or its cases?
 
-All pairs (a, b) of 0 to 112 with an answer to each; a square of them is never trained on (the hole). A model that
-learned the rule answers there as elsewhere; one that goes by the cases around it does not. Tasks and holes are the
-paper's, after "Case-Based or Rule-Based: How Do Transformers Do the Math?" (Hu et al., 2024). The paper fine-tunes
-models of a billion parameters, trained on text; here small ones are trained from scratch, on pairs alone. Each finished
-run is a file of the folder, and a probe that was stopped goes on with the others.
-
-A sequence is `a + b =` or `( a , b ) =`, each number a token, and the answer is one more; the loss is on it alone. Of
-each trained model: the share of pairs whose likeliest answer is right (greedy), and the mean probability of the right
-answer at `temperature`, which is what the share of right answers among samples approaches.
-
-`write_data` writes the paper's conversations, to fine-tune a checkpoint on. Such a checkpoint answers all pairs by its
-chat template, in the token ids that `prepare --chat` makes of them. An answer is several tokens, the end of text the
-last: it is the greedy one if each is the likeliest behind those before it; its probability is the product of theirs.
+All pairs (a, b) of 0 to 112 have an answer; a square of them is never trained on (the hole), where a model that goes by
+the cases around it fails. Tasks and holes are the paper's, after "Case-Based or Rule-Based: How Do Transformers Do the
+Math?" (Hu et al., 2024). The paper fine-tunes models of a billion parameters; here small ones are trained from scratch
+on sequences `a + b =` or `( a , b ) =`, each number a token, and checkpoints that were fine-tuned on the conversations
+of `write_data` answer by their chat template.
 
 Shapes: n pairs, b rows of a batch, s tokens, v vocabulary.
 """

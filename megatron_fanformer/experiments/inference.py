@@ -1,10 +1,8 @@
 """Prefill and decoding of a FANformer and its two twins: seconds in turns, memory measured.
 
-The three are the Transformer of the same shape, the FANformer, and the FANformer with the Transformer's parameters, at
-random weights, as the model for transformers: on the GPU where there is one, else on the CPU. In each round all of them
-take a turn, in another order, so that what else the machine does slows all alike; figures are medians over the rounds,
-ratios those of the same round. The peak of a whole continuation is measured on a CPU by the bytes of live tensors, on a
-GPU by its allocator.
+In each round all three models take a turn, in another order, so that what else the machine does slows all alike.
+Figures are medians over the rounds, ratios those of the same round; the peak is of a whole continuation, by live
+tensors on a CPU and by the allocator on a GPU.
 """
 
 import statistics
@@ -19,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.experiments.intervals import ratio_interval
+from megatron_fanformer.experiments.intervals import ratio_mean
 from megatron_fanformer.experiments.probe import InferenceSettings
 from megatron_fanformer.experiments.result import Cell, Finding, Log, Measured, Table
 from megatron_fanformer.experiments.twins import (
@@ -152,7 +150,7 @@ def _findings(settings: InferenceSettings, contestants: dict[str, Contestant]) -
         contestant = contestants[name]
         for phase in ("prefill", "decode"):
             ratios = [a / b for a, b in zip(getattr(contestant, phase), getattr(none, phase), strict=True)]
-            interval = ratio_interval(ratios)
+            interval = ratio_mean(ratios).interval
             ours = statistics.median(ratios)
             spread = "" if interval is None else f" (mean {interval[0]:.3f} to {interval[1]:.3f})"
             yield Finding(

@@ -1,17 +1,12 @@
 """Intervals and tests over seeds, by Student's t; power laws of the loss, and what one curve saves another.
 
-Runs of one seed see the same samples in the same order, so that their losses move together: a difference is taken seed
-by seed. With five seeds, t is wide (2.78 standard errors on either side) and needs losses that are about normal; the
-bootstrap of five values is narrower than it should be (Efron and Tibshirani, An Introduction to the Bootstrap, 12.4).
+With five seeds, t is wide (2.78 standard errors on either side) and needs losses that are about normal; the bootstrap
+of five values is narrower than it should be (Efron and Tibshirani, An Introduction to the Bootstrap, 12.4).
 
-**Power laws**, L(x) = E + A·x^(−α) with x the parameters or the tokens, are fitted by least squares. For a given α the
-curve is linear in E and A: what is left is one dimension, and a grid over all sensible α finds the best one wherever it
-lies (variable projection: Golub and Pereyra, SIAM J. Numer. Anal. 10, 1973). Hoffmann et al. ("Training Compute-Optimal
-Large Language Models", 2022) fit logarithms from a grid of starts with a Huber loss: theirs have five parameters.
-
-The intervals of a curve are by the bootstrap of residuals, which are drawn anew, laid on the fitted curve and fitted
-again. The residuals of n points around a curve with three parameters are too small by √((n − 3)/n), and the spread of
-few of them is itself uncertain, which Student's t answers for: they are scaled by both.
+Power laws L(x) = E + A·x^(−α), x the parameters or the tokens, are fitted by least squares: linear in E and A, and over
+a grid of all sensible α (variable projection: Golub and Pereyra, SIAM J. Numer. Anal. 10, 1973). Their intervals are by
+the bootstrap of residuals. Those of n points around a curve with three parameters are too small by √((n − 3)/n), and
+the spread of few of them is itself uncertain, as Student's t says: they are scaled by both.
 """
 
 import functools
@@ -70,10 +65,10 @@ def mean_of(values: Sequence[float]) -> Mean:
     return Mean(mean, (mean - half, mean + half))
 
 
-def ratio_interval(values: Sequence[float]) -> Interval | None:
-    """Return the 95% interval of the geometric mean of one ratio per seed, from logarithms; None for fewer than two."""
-    interval = mean_of([math.log(value) for value in values]).interval
-    return None if interval is None else (math.exp(interval[0]), math.exp(interval[1]))
+def ratio_mean(values: Sequence[float]) -> Mean:
+    """Return the geometric mean of one ratio per seed, with its 95% interval, both from logarithms."""
+    mean, interval = mean_of([math.log(value) for value in values])
+    return Mean(math.exp(mean), None if interval is None else (math.exp(interval[0]), math.exp(interval[1])))
 
 
 def below(interval: Interval | None, none: float) -> bool | None:

@@ -1,24 +1,14 @@
-"""Lipschitz constants by depth: how far models spread two inputs that lie close together.
+"""Lipschitz constants by depth: the largest ‖f(x + e) − f(x)‖ / ‖e‖ over a few inputs, at random weights.
 
-As the authors' notebook measures it, at random weights (Calculate_Lipschitz.ipynb in their repository): the largest
-of ‖f(x + e) − f(x)‖ / ‖e‖ over a few inputs x of normal numbers, e of normal numbers times `epsilon`. Its three models,
-whose random numbers are drawn in its order, so that its printed figures come out:
-
-- MLP: residual blocks of two convolutions with batch norm, by its statistics of the batch. They keep torch's own
-  initial weights: the notebook holds them in a plain list, which its initialisation does not see.
-- Transformer: norm after the sum, ReLU; scores divided by the root of the whole width. Its attention is among the heads
-  of one point, not among points: the notebook swaps the two axes, and then names them to einsum as if it had not. So no
-  point sees another. `attention: points` measures what it must have meant, unmasked.
-- FANformer: the same with a FAN layer of its own before each of the queries', keys' and values' maps.
-
-An epsilon of 1e-7 is what float32 rounds a number of size 1 by. So the same weights and inputs are measured in float64
-too, where nothing of the difference is lost and the spread of rounding errors is not counted as the model's.
+The models and the order of random numbers are those of the authors' notebook (Calculate_Lipschitz.ipynb): convolutions
+with batch norm, a Transformer with its norm after the sum, and the same with a FAN layer before queries, keys and
+values. The notebook swaps two axes, so that attention runs among the heads of one point; `attention: points` measures
+what it must have meant. Its epsilon of 1e-7 is near float32's rounding: float64 is measured, too.
 
 Shapes: b inputs, s points, h width, n heads, c channels (h), y and x sides of the grid.
 """
 
 import math
-import statistics
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_fanformer.experiments.intervals import above, ratio_interval
+from megatron_fanformer.experiments.intervals import above, ratio_mean
 from megatron_fanformer.experiments.probe import LipschitzSettings
 from megatron_fanformer.experiments.result import Cell, Finding, Log, Measured, Table
 from megatron_fanformer.experiments.twins import FFN_RATIO, FANLayer
@@ -189,8 +179,7 @@ def _beside_paper(settings: LipschitzSettings, by_seed: Sequence[Constants]) -> 
     depth = settings.depths[-1]
     for dtype in DTYPES:
         ratios = [measured["FANformer", dtype][-1] / measured["Transformer", dtype][-1] for measured in by_seed]
-        interval = ratio_interval(ratios)
-        ours = statistics.geometric_mean(ratios)
+        ours, interval = ratio_mean(ratios)
         spread = "" if interval is None else f", {interval[0]:.3g} to {interval[1]:.3g} over {len(ratios)} seeds"
         yield Finding(
             name=f"constant at {depth} layers, FANformer over Transformer, {dtype}",

@@ -1,15 +1,9 @@
 """The fit of t mod 5 inside and outside the range of its samples (fig. 1a of the paper).
 
-Two controls, which read t as it is, on ± `half_range`: an original FAN network (Dong et al., 2024: a linear map, layers
-[cos p, sin p, gelu(g)], a linear map) and an MLP with GELU of as many parameters.
-
-Beside them the layers of language models, on ± `model_half_range`: t, scaled and mapped linearly, enters a Transformer
-and a FANformer of as many parameters as a sequence of one token. Each layer begins with a norm, which divides by the
-length of what it is given, and so by |t|: behind it hardly more than the sign of a large t is left. So a FANformer
-without the attention's norm is measured too.
-
-Samples are drawn anew in every step, and all models of a seed see the same. The error is the mean square over an even
-grid; guessing the mean has 25/12.
+Controls read t as it is: an original FAN network (Dong et al., 2024) and an MLP of as many parameters. A Transformer
+and a FANformer of as many parameters read t as a sequence of one token. Their norms divide by |t|, behind which little
+more than its sign is left: so a FANformer without the attention's norm is measured, too. The error is the mean square
+over an even grid; guessing the mean has 25/12.
 """
 
 import math
@@ -23,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_fanformer.experiments.intervals import below, ratio_interval
+from megatron_fanformer.experiments.intervals import below, ratio_mean
 from megatron_fanformer.experiments.probe import ModSettings
 from megatron_fanformer.experiments.result import Cell, Finding, Log, Measured, Table
 from megatron_fanformer.experiments.twins import (
@@ -162,8 +156,7 @@ def _findings(errors: Errors) -> Iterator[Finding]:
     for first, second in PAIRS:
         for place in ("outside", "inside"):
             ratios = [a / b for a, b in zip(errors[first][place], errors[second][place], strict=True)]
-            interval = ratio_interval(ratios)
-            ours = statistics.geometric_mean(ratios)
+            ours, interval = ratio_mean(ratios)
             means = [statistics.fmean(errors[model][place]) for model in (first, second)]
             yield Finding(
                 name=f"error {place} the range, {first} over {second}",

@@ -1,9 +1,8 @@
 """The results of a sweep: means with intervals over seeds, differences to the baseline, power laws, the missing cells.
 
-Runs of one seed see the same samples in the same order, so that their losses move together: a difference is taken seed
-by seed. Comparisons that were stated beforehand are corrected for their number; others are exploratory: of twenty
-differences that are not there, one has an interval without 0. Every number is of the runs' folders alone, so that a
-sweep that was stopped and resumed has the report of one that was not, but for the seconds.
+Runs of one seed see the same samples in the same order: differences are taken seed by seed. Comparisons that were
+stated beforehand are corrected for their number, others are exploratory. Every number is of the runs' folders alone, so
+that a sweep that was stopped and resumed has the report of one that was not, but for the seconds.
 """
 
 import csv

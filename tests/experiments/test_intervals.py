@@ -15,7 +15,7 @@ from megatron_fanformer.experiments.intervals import (
     holm,
     mean_of,
     p_value,
-    ratio_interval,
+    ratio_mean,
     saving,
     t_quantile,
 )
@@ -59,8 +59,8 @@ def test_intervals_cover_the_mean_and_a_tie_is_called_a_win_as_often_as_stated(s
     assert np.mean([low <= 0 <= high for low, high in intervals]) == pytest.approx(0.95, abs=0.01)  # 3 standard errors
     for rule in (above, below):
         assert np.mean([rule(interval, 0.0) for interval in intervals]) < 0.025 + 0.008
-    ratios = ratio_interval([math.exp(value) for value in samples[0]])
-    assert ratios == pytest.approx([math.exp(end) for end in intervals[0]])
+    ratios = ratio_mean([math.exp(value) for value in samples[0]])
+    assert ratios.interval == pytest.approx([math.exp(end) for end in intervals[0]])
     assert mean_of([1.0]).interval is None
 
 
