@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from megatron_fanformer.data.token_files import NpyType
 from megatron_fanformer.errors import InputError, broken_fields
@@ -120,9 +120,3 @@ class EvaluationRequest:
     evaluation: EvaluationConfig
     """Tasks and sets to evaluate on; `tasks` may have generation tasks, and is empty for all of the request file."""
     layout: Layout
-
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """Return the options that are fields of `GenerationSettings`."""
-        names = ("allow_code_execution", "num_samples", "temperature", "top_k", "top_p", "max_new_tokens", "seed")
-        return {name: getattr(self.options, name) for name in names}

@@ -133,7 +133,7 @@ def read_request(options: EvaluateOptions, *, world_size: int | None = None) -> 
         InputError: every problem, one line each.
         CorruptError: the configuration of a checkpoint or an export cannot be read.
     """
-    problems = file_problems(output=options.output, picture=options.picture)
+    problems = [*file_problems(output=options.output, picture=options.picture), *options.problems()]
     compared = [collect_problems(problems, partial(_compared, name)) for name in options.compare]
     to_compare = [model for model in compared if isinstance(model, Path)]
     checkpoints = tuple(dict.fromkeys([*_checkpoints(options.checkpoints, problems), *to_compare]))

@@ -21,14 +21,15 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluate.code_execution import Program, run_programs
 from megatron_fanformer.evaluate.results import MetricValue, TaskResult, mean_value
 from megatron_fanformer.evaluate.tasks import ULOGIC
+from megatron_fanformer.evaluate.verb import EvaluateOptions
 from megatron_fanformer.generate.continuation import Continuation, continue_all
 from megatron_fanformer.generate.models import TrainedModel
-from megatron_fanformer.generate.verb import SamplingConfig
 
 Log = Callable[[str], None]
 
 CODE = ("humaneval", "mbpp")
 """The tasks whose answers are programs."""
+BATCH_SIZE = 16  # texts written together, which does not change them
 PASS_AT = (1, 10, 100)
 """The values of k for pass@k; those above the number of samples are left out."""
 # With thousands separated by commas; a minus after a digit is a subtraction. (GSM8K has answers "is - 10".)
@@ -50,28 +51,15 @@ MOST_NEW_TOKENS = 8
 MOST_BYTES = 1 << 30
 
 
-@dataclass(frozen=True, kw_only=True)
-class GenerationSettings(SamplingConfig):
-    """The settings by which texts are written and judged."""
-
-    max_new_tokens: int | None = None
-    """The most tokens of a text; None: the task's own number, at most half of the model's length."""
-    batch_size: int = 16
-    """Texts written together; it does not change them."""
-    allow_code_execution: bool = False
-    """Run the programs that the model writes (see `code_execution`)."""
-
-
-def text_problems(names: Sequence[str], settings: GenerationSettings, seq_length: int) -> list[str]:
+def text_problems(names: Sequence[str], options: EvaluateOptions, seq_length: int) -> list[str]:
     """List why a model of sequences of that length cannot write the answers to tasks, or may not."""
-    problems = settings.problems()
-    problems += [
+    problems = [
         f"{name} runs programs that the model writes, in no sandbox; allow it in a container with "
         f"--allow-code-execution, or leave {name} out"
         for name in names
-        if name in CODE and not settings.allow_code_execution
+        if name in CODE and not options.allow_code_execution
     ]
-    new_tokens = 0 if settings.max_new_tokens is None else settings.max_new_tokens
+    new_tokens = 0 if options.max_new_tokens is None else options.max_new_tokens
     if new_tokens >= seq_length and set(names) != {ULOGIC}:  # whose answers have a length of their own
         problems.append(
             f"max_new_tokens is {new_tokens}, which leaves no room for a prompt in the {seq_length} tokens that the "
@@ -85,24 +73,24 @@ def evaluate(
     tokenizer: Tokenizer,
     name: str,
     documents: Sequence[dict[str, Any]],
-    settings: GenerationSettings,
+    options: EvaluateOptions,
     *,
     log: Log = lambda line: None,
 ) -> TaskResult:
     """Make a model write the answers to a task's documents, at least one, and judge them.
 
     Args:
-        settings: without `text_problems`.
+        options: without `text_problems`.
         log: called with its progress.
 
     Raises:
         DivergenceError: the model's logits are not finite.
     """
     if name == ULOGIC:
-        return _judge_rules(model, tokenizer, documents, settings, log=log)
-    written = write_texts(model, tokenizer, documents, settings, log=log)
+        return _judge_rules(model, tokenizer, documents, options, log=log)
+    written = write_texts(model, tokenizer, documents, options, log=log)
     if name in CODE:
-        return _judge_code(documents, written, settings, log)
+        return _judge_code(documents, written, options, log)
     return _judge_numbers(documents, written)
 
 
@@ -127,7 +115,7 @@ def write_texts(
     model: TrainedModel,
     tokenizer: Tokenizer,
     documents: Sequence[dict[str, Any]],
-    settings: GenerationSettings,
+    options: EvaluateOptions,
     *,
     log: Log = lambda line: None,
 ) -> list[Written]:
@@ -140,17 +128,15 @@ def write_texts(
     prompts = tokenizer.encode_batch([document["prompt"] for document in documents])
     written = []
     for document, ids in zip(documents, prompts, strict=True):
-        new_tokens = settings.max_new_tokens or min(document["max_new_tokens"], longest // 2)
+        new_tokens = options.max_new_tokens or min(document["max_new_tokens"], longest // 2)
         kept = (ids or [tokenizer.eod_id])[new_tokens - longest :]
         texts = [
-            Continuation(tokenizer, kept, settings, sample=sample, max_new_tokens=new_tokens, stop=document["stop"])
-            for sample in range(settings.num_samples)
+            Continuation(tokenizer, kept, options, sample=sample, max_new_tokens=new_tokens, stop=document["stop"])
+            for sample in range(options.num_samples)
         ]
         written.append(Written(texts=texts, prompt_cut=max(len(ids) - len(kept), 0)))
     every = [text for one in written for text in one.texts]
-    continue_all(
-        model, every, batch_size=settings.batch_size, on_batch=lambda ended: log(f"{ended:,} of {len(every):,} texts")
-    )
+    continue_all(model, every, batch_size=BATCH_SIZE, on_batch=lambda ended: log(f"{ended:,} of {len(every):,} texts"))
     return written
 
 
@@ -197,7 +183,7 @@ def pass_at(k: int, samples: int, passed: int) -> float:
 
 
 def _judge_code(
-    documents: Sequence[dict[str, Any]], written: Sequence[Written], settings: GenerationSettings, log: Log
+    documents: Sequence[dict[str, Any]], written: Sequence[Written], options: EvaluateOptions, log: Log
 ) -> TaskResult:
     programs = [
         program(document, text.text) for document, one in zip(documents, written, strict=True) for text in one.texts
@@ -213,9 +199,9 @@ def _judge_code(
         score = pass_at(1, len(samples), passed)
         judged.append({"doc_id": document["doc_id"], "score": score, "passed": passed, "samples": samples})
     metrics = {
-        f"pass@{k}": mean_value([pass_at(k, settings.num_samples, one["passed"]) for one in judged])
+        f"pass@{k}": mean_value([pass_at(k, options.num_samples, one["passed"]) for one in judged])
         for k in PASS_AT
-        if k <= settings.num_samples
+        if k <= options.num_samples
     }
     return TaskResult(metric="pass@1", metrics=metrics, documents=judged, cut=prompts_cut(written))
 
@@ -280,7 +266,7 @@ def _judge_rules(
     model: TrainedModel,
     tokenizer: Tokenizer,
     documents: Sequence[dict[str, Any]],
-    settings: GenerationSettings,
+    options: EvaluateOptions,
     *,
     log: Log,
 ) -> TaskResult:
@@ -294,7 +280,7 @@ def _judge_rules(
     log(f"likelihood of {len(prompts):,} rules and negations")
     likelier = likelier_verdicts(model, tokenizer, prompts)
     questions = [{"prompt": prompt, "stop": ["\n"], "max_new_tokens": MOST_NEW_TOKENS} for prompt in prompts]
-    greedy = replace(settings, temperature=0.0, num_samples=1, max_new_tokens=None)
+    greedy = replace(options, temperature=0.0, num_samples=1, max_new_tokens=None)
     written = write_texts(model, tokenizer, questions, greedy, log=log)
     texts = [one.texts[0].text for one in written]
     judged = [{name: document[name] for name in ("doc_id", "rule", "negation")} for document in documents]

@@ -17,7 +17,6 @@ from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import DivergenceError, InputError, collect_problems
 from megatron_fanformer.evaluate import generation_tasks
 from megatron_fanformer.evaluate.config import EvaluationRequest
-from megatron_fanformer.evaluate.generation_tasks import GenerationSettings
 from megatron_fanformer.evaluate.prepare import CONTEXT_LENGTH, cached_requests
 from megatron_fanformer.evaluate.requests import RequestFile, read_requests
 from megatron_fanformer.evaluate.results import Result, Settings
@@ -94,9 +93,8 @@ def find_jobs(request: EvaluationRequest) -> Jobs:
         key = (config.seq_length, config.vocab_size, source.end_of_text_id, job.tokenizer_sha256)
         if key not in surveys:
             if texts and tokenizer is not None:
-                settings = GenerationSettings(**request.sampling)
                 problems += source.tokenizer_problems(load_tokenizer(tokenizer, eod_id=source.end_of_text_id))
-                problems += generation_tasks.text_problems(list(texts), settings, config.seq_length)
+                problems += generation_tasks.text_problems(list(texts), options, config.seq_length)
                 if file is not None and not choices:  # else the survey checks it
                     collect_problems(problems, partial(file.refuse_other_tokenizer, tokenizer_file(tokenizer)))
             survey = partial(
@@ -187,7 +185,6 @@ def evaluate_jobs(request: EvaluationRequest, jobs: Jobs, grid: RankGrid, *, log
     """
     batch_tokens, config = request.options.batch_tokens, request.evaluation.perplexity
     versions = {"megatron_fanformer": __version__} | {name: version(name) for name in VERSIONED}
-    sampling = GenerationSettings(**request.sampling)
     for job, stages in _built(request, jobs.jobs, grid, log):
         path = job.source.path
         if job.survey.sets:
@@ -212,7 +209,7 @@ def evaluate_jobs(request: EvaluationRequest, jobs: Jobs, grid: RankGrid, *, log
         for name, documents in jobs.texts.items():
             log(phase := f"{path}: {name}")
             tasks[name] = generation_tasks.evaluate(
-                model, tokenizer, name, documents, sampling, log=partial(log, phase)
+                model, tokenizer, name, documents, request.options, log=partial(log, phase)
             )
         yield Result(
             checkpoint=str(path),
@@ -225,7 +222,7 @@ def evaluate_jobs(request: EvaluationRequest, jobs: Jobs, grid: RankGrid, *, log
                 limit_tokens=config.limit_tokens,
                 batch_tokens=batch_tokens,
                 dtype=str(_dtype(request, job.source, grid)).removeprefix("torch."),
-                sampling=request.sampling,
+                sampling=request.options.sampling,
             ),
             requests=jobs.requests,
             tasks=tasks,

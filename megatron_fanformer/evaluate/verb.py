@@ -1,10 +1,10 @@
 """The verb `evaluate`, and its options; imports nothing that is slow."""
 
-from argparse import ArgumentTypeError
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from megatron_fanformer.generate.verb import SAMPLING, SamplingConfig
 from megatron_fanformer.options import Verb, argument, command_line, count, option
 from megatron_fanformer.processes import ended_by_stop_signals
 from megatron_fanformer.runtime import device
@@ -21,15 +21,9 @@ SETS = ("perplexity",)
 TASKS = ("tasks", "requests", "ulogic")
 
 
-def _not_negative(text: str) -> int:
-    if not text.isdecimal():
-        raise ArgumentTypeError(f"{text!r} is not a whole number from 0")
-    return int(text)
-
-
 @dataclass(frozen=True, kw_only=True)
-class EvaluateOptions:
-    """Options of `evaluate`."""
+class EvaluateOptions(SamplingConfig):
+    """Options of `evaluate`; the seed is also that of the bootstrap."""
 
     checkpoints: tuple[str, ...] = argument((), metavar="CHECKPOINT")
     """A run's folder (its latest checkpoint), its checkpoints/ folder (all of them) or a glob, one checkpoint, or an
@@ -54,21 +48,15 @@ class EvaluateOptions:
     """Take the first N tokens of each set, in whole chunks or documents (default: all)"""
     npy_dtype: Literal["uint16", "uint32"] = option("uint16", group=MEASURED)
     """Type of the tokens in .npy files."""
-    eod_id: int | None = option(None, metavar="ID", parse=_not_negative, needs=(*SETS, *TASKS), group=MEASURED)
+    eod_id: int | None = option(None, metavar="ID", needs=(*SETS, *TASKS), group=MEASURED)
     """The id that ends a document (default: that of a set's manifest, the export's, or the tokenizer's)"""
 
     ulogic: Path | None = option(None, metavar="FILE", needs=MODELS, group=ANSWERS)
     """ULogic's rules, its probing_subset.json."""
     allow_code_execution: bool = option(False, group=ANSWERS)
     """Run the programs that a model writes, within limits of time and memory; no sandbox: use a container."""
-    num_samples: int = option(1, metavar="N", parse=count, group=ANSWERS)
+    num_samples: int = option(1, metavar="N", parse=count, group=SAMPLING)
     """Answers to each document."""
-    temperature: float = option(0.0, group=ANSWERS)
-    """Temperature of the sampling; 0 takes the most likely token."""
-    top_k: int = option(0, parse=_not_negative, group=ANSWERS)
-    """Sample from the k most likely tokens; 0: from all."""
-    top_p: float = option(1.0, group=ANSWERS)
-    """Sample from the most likely tokens with this total probability."""
     max_new_tokens: int | None = option(None, metavar="N", parse=count, group=ANSWERS)
     """The most tokens of an answer (default: the task's own)"""
 
@@ -89,8 +77,6 @@ class EvaluateOptions:
     """Draw metrics over steps, as PNG."""
     compare: tuple[str, ...] = option((), nargs=2, metavar=("A", "B"), group=OUTPUT)
     """Compare two results of --output, or two checkpoints: differences with 95% intervals, by paired bootstrap."""
-    seed: int = option(0, parse=_not_negative, group=OUTPUT)
-    """Seed of the bootstrap and of the sampling."""
 
     prepare: Path | None = option(None, metavar="FILE", group=REQUEST_FILE)
     """Write the requests of --tasks, and end."""
@@ -98,6 +84,12 @@ class EvaluateOptions:
     """The longest request that is prepared, in tokens (default: 2048)"""
 
     command_line: tuple[str, ...] = command_line()
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Return the settings by which texts are written and judged, as a result states them."""
+        names = ("allow_code_execution", "num_samples", "temperature", "top_k", "top_p", "max_new_tokens", "seed")
+        return {name: getattr(self, name) for name in names}
 
 
 def _evaluate(options: EvaluateOptions) -> None:

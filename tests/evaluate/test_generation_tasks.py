@@ -14,7 +14,6 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluate.code_execution import run_programs
 from megatron_fanformer.evaluate.generation_tasks import (
     QUESTION,
-    GenerationSettings,
     _log_likelihoods,
     evaluate,
     final_number,
@@ -29,6 +28,7 @@ from megatron_fanformer.evaluate.generation_tasks import (
 from megatron_fanformer.evaluate.prepare import documents
 from megatron_fanformer.evaluate.requests import write_requests
 from megatron_fanformer.evaluate.results import MetricValue
+from megatron_fanformer.evaluate.verb import EvaluateOptions
 from megatron_fanformer.generate.generate import generate
 from megatron_fanformer.generate.verb import GenerateConfig
 from tests.evaluate.oe_data import write_library
@@ -36,7 +36,7 @@ from tests.evaluate.oracle import Oracle
 from tests.generate.making import with_model
 
 NAMES = ("gsm8k", "humaneval", "mbpp")
-RUN = GenerationSettings(allow_code_execution=True)
+RUN = EvaluateOptions(allow_code_execution=True)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_solutions_count_and_others_do_not(library, tokenizer, name):
 def test_of_several_samples_those_that_pass_are_counted(library, tokenizer):
     (asked,) = documents("mbpp", library)
     texts = [asked["solution"], "def half(x):\n    return x", asked["solution"], ""] + [""] * 6
-    settings = GenerationSettings(allow_code_execution=True, num_samples=10, temperature=0.5)
+    settings = EvaluateOptions(allow_code_execution=True, num_samples=10, temperature=0.5)
     found = evaluated(tokenizer, "mbpp", [asked], [texts], settings)
     assert {name: metric.value for name, metric in found.metrics.items()} == {
         "pass@1": pytest.approx(0.2),
@@ -109,17 +109,17 @@ def test_a_prompt_without_room_loses_its_beginning(tokenizer):
     prompt = "x" * 30 + "y" * 60
     asked = [{"prompt": prompt, "stop": [], "max_new_tokens": 512}]
     oracle = Oracle(tokenizer, {"y" * 60: ["abc"]}, seq_length=120)
-    (written,) = write_texts(oracle, tokenizer, asked, GenerationSettings())
+    (written,) = write_texts(oracle, tokenizer, asked, EvaluateOptions())
     assert (written.prompt_cut, written.texts[0].text) == (30, "abc")
     oracle = Oracle(tokenizer, {"y" * 60: ["abc"]}, seq_length=70)
-    (written,) = write_texts(oracle, tokenizer, asked, GenerationSettings(max_new_tokens=10))
+    (written,) = write_texts(oracle, tokenizer, asked, EvaluateOptions(max_new_tokens=10))
     assert (written.prompt_cut, len(written.texts[0].prompt_ids)) == (30, 60)
-    (problem,) = text_problems(["gsm8k"], GenerationSettings(max_new_tokens=70), 70)
+    (problem,) = text_problems(["gsm8k"], EvaluateOptions(max_new_tokens=70), 70)
     assert problem.startswith("max_new_tokens is 70, which leaves no room for a prompt in the 70 tokens")
 
 
 def test_programs_are_run_only_where_that_is_allowed():
-    (problem,) = text_problems(["gsm8k", "mbpp"], GenerationSettings(), 70)
+    (problem,) = text_problems(["gsm8k", "mbpp"], EvaluateOptions(), 70)
     assert problem.startswith("mbpp runs programs that the model writes, in no sandbox; allow it")
     assert text_problems(["mbpp"], RUN, 70) == []
 
@@ -211,7 +211,7 @@ def values(found):
 def test_a_judge_that_contradicts_itself_nowhere_is_right_everywhere(tokenizer, rules):
     true = {rule["rule"] if rule["label"] else rule["negation"] for rule in rules}
     judge = Judge(tokenizer, rules, lambda rule: rule in true)
-    found = evaluate(judge, tokenizer, "ulogic", rules, GenerationSettings())
+    found = evaluate(judge, tokenizer, "ulogic", rules, EvaluateOptions())
     for way in ("likelihood", "generation"):
         assert found.metrics[way] == MetricValue(value=1.0, standard_error=0.0, documents=4)
         assert found.metrics[f"{way}_alike"].value == 0.0
@@ -220,7 +220,7 @@ def test_a_judge_that_contradicts_itself_nowhere_is_right_everywhere(tokenizer, 
 
 
 def test_a_judge_that_says_true_to_all_contradicts_itself_everywhere(tokenizer, rules):
-    found = evaluate(Judge(tokenizer, rules, lambda _: True), tokenizer, "ulogic", rules, GenerationSettings())
+    found = evaluate(Judge(tokenizer, rules, lambda _: True), tokenizer, "ulogic", rules, EvaluateOptions())
     assert values(found) == {
         f"{way}{what}": float(what == "_alike")
         for way in ("likelihood", "generation")
