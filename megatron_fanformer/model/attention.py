@@ -48,14 +48,7 @@ class FANSelfAttention(SelfAttention):
     ) -> None:
         super().__init__(config, submodules, layer_number, *args, **kwargs)
         _check_head_norms(config, self.q_layernorm)
-        self.fan = FANProjection(
-            config,
-            fan=fan,
-            form=fan_form,
-            linear=submodules.fan_linear,
-            tp_group=self.pg_collection.tp,
-            recompute=recompute_fan,
-        )
+        self.fan = _fan_map(self, submodules, fan, fan_form, recompute_fan)
         _connect(config, self.fan, self.linear_qkv)
 
     def set_for_recompute_input_layernorm(self) -> None:
@@ -92,14 +85,7 @@ class FANValueAttention(Attention):
     ) -> None:
         super().__init__(config, submodules, layer_number, attn_mask_type, attention_type="self", **kwargs)
         self.fan_form = fan_form
-        self.fan = FANProjection(
-            config,
-            fan=fan,
-            form=fan_form,
-            linear=submodules.fan_linear,
-            tp_group=self.pg_collection.tp,
-            recompute=recompute_fan,
-        )
+        self.fan = _fan_map(self, submodules, fan, fan_form, recompute_fan)
         self.linear_qk = submodules.linear_qkv(
             config.hidden_size,
             self.query_projection_size + self.kv_projection_size,
@@ -146,10 +132,23 @@ class FANValueAttention(Attention):
         """Return this rank's heads of the values, over the whole sequence: [s, b, v / T]."""
         group = self.pg_collection.tp
         if self.fan_form == "sequence" and group.size() > 1:
-            own = all_to_all_sp2hp(values, group)  # from all heads of a part of the sequence
-            return own.unflatten(0, (-1, values.shape[1]))
-        own = values.chunk(group.size(), dim=-1)[group.rank()]  # every rank has the whole
-        return own.clone() if self.fan.activation.recompute else own  # so that attention does not keep the whole
+            part = all_to_all_sp2hp(values, group)  # from all heads of a part of the sequence
+            return part.unflatten(0, (-1, values.shape[1]))
+        part = values.chunk(group.size(), dim=-1)[group.rank()]  # every rank has the whole
+        return part.clone() if self.fan.activation.recompute else part  # so that attention does not keep the whole
+
+
+def _fan_map(
+    attention: Attention, submodules: FANSelfAttentionSubmodules, fan: FANConfig, form: FANForm, recompute: bool
+) -> FANProjection:
+    return FANProjection(
+        attention.config,
+        fan=fan,
+        form=form,
+        linear=submodules.fan_linear,
+        tp_group=attention.pg_collection.tp,
+        recompute=recompute,
+    )
 
 
 class HeadExchange:
@@ -188,8 +187,8 @@ class HeadExchange:
 
     def _own_part(self, _core: Any, _inputs: Any, context: Tensor) -> Tensor:
         """[s, b, n / C * d] -> [s / C, b, n * d]; packed, without b."""
-        own = all_to_all_hp2sp(context, self.context_group)
-        return own.view(-1, *context.shape[1:-1], own.shape[-1])
+        part = all_to_all_hp2sp(context, self.context_group)
+        return part.view(-1, *context.shape[1:-1], part.shape[-1])
 
 
 @functools.cache

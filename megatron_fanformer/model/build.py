@@ -140,7 +140,7 @@ def build_stages(
     seed: int | None,
     precision: PrecisionConfig | None = None,
     kernels: KernelsConfig = DEFAULT_KERNELS,
-    made_of: type[Stage] | None = None,
+    stage_type: type[Stage] | None = None,
     z_loss_coefficient: float = 0.0,
 ) -> list[Stage]:
     """Build this rank's pipeline stage as its chunks (one, unless the schedule is interleaved).
@@ -150,9 +150,9 @@ def build_stages(
 
     Args:
         z_loss_coefficient: see `LossHead.take_over`; the last stage must have that head.
-        made_of: None: `stage_class()`.
+        stage_type: None: `stage_class()`.
     """
-    precision, made_of = precision or PrecisionConfig(), made_of or stage_class()
+    precision, stage_type = precision or PrecisionConfig(), stage_type or stage_class()
     by_engine = resolve_transformer_impl(kernels.transformer_impl) == "transformer_engine"
     if by_engine:
         from megatron_fanformer.model import te_layers
@@ -160,11 +160,11 @@ def build_stages(
         if precision.fp8:  # the Engine's scales to update are those of an earlier model here, and its dead groups'
             te_layers.FP8GlobalStateManager.reset()
     config = transformer_config(
-        model, parallel, grid, dtype, precision, kernels, has_boundaries=made_of.has_boundaries_in_config
+        model, parallel, grid, dtype, precision, kernels, has_boundaries=stage_type.has_boundaries_in_config
     )
     chunks = [
         _build_chunk(
-            *(made_of, model, parallel, grid, config, number, kernels),
+            *(stage_type, model, parallel, grid, config, number, kernels),
             fp8_fan=precision.fp8_fan,
             z_loss_coefficient=z_loss_coefficient,
         )
@@ -181,7 +181,7 @@ def build_stages(
 
 
 def _build_chunk(
-    made_of: type[Stage],
+    stage_type: type[Stage],
     model: FANformerConfig,
     parallel: ParallelConfig,
     grid: RankGrid,
@@ -208,10 +208,10 @@ def _build_chunk(
     if grid.exchanges_heads:  # nothing else in the stage is to know of context parallelism
         groups = copy.copy(groups)
         groups.cp = groups.ep  # of experts, which the model has not: this rank alone
-    own = Layers(spec, final_norm(implementation), segments, number, grid.groups.pp.rank())
-    chunk: Any = made_of(
+    layers = Layers(spec, final_norm(implementation), segments, number, grid.groups.pp.rank())
+    chunk: Any = stage_type(
         config=config,
-        **made_of.arguments(own),
+        **stage_type.arguments(layers),
         vocab_size=model.padded_vocab_size,
         max_sequence_length=model.seq_length,
         pre_process=grid.is_first_stage and number == 0,

@@ -188,7 +188,7 @@ class FANformerConfig:
     @property
     def sharded_fan_outputs(self) -> list[tuple[int, float]]:
         """Width and p_ratio of the FAN outputs whose maps' rows tensor parallel ranks share (in the `column` form)."""
-        return [(each.width, each.p_ratio) for each in self.placement.maps(self)]
+        return [(fan_map.width, fan_map.p_ratio) for fan_map in self.placement.maps(self)]
 
     @property
     def ffn_maps(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -281,9 +281,9 @@ def with_same_parameters(
         multiple: d_ff is rounded to a multiple of it.
         like: another model of the same layers and width, in place of the twin.
     """
-    other, own = like or as_transformer(config), config.placement
-    missing = other.placement.parameters(other) - own.parameters(config)
-    exact = config.ffn_hidden_size + missing / own.parameters_of_ffn_unit(config)
+    other, placement = like or as_transformer(config), config.placement
+    missing = other.placement.parameters(other) - placement.parameters(config)
+    exact = config.ffn_hidden_size + missing / placement.parameters_of_ffn_unit(config)
     return dataclasses.replace(config, ffn_hidden_size=max(1, round(exact / multiple)) * multiple)
 
 

@@ -128,6 +128,6 @@ def _shard(width: int, fan: FANConfig, tp_group: dist.ProcessGroup) -> FANShard:
     return FANShard.of_rank(tp_group.rank(), tp_group.size(), [FANOutput.of_width(width, fan.p_ratio)])
 
 
-def _activation(own: FANOutput, fan: FANConfig) -> Activation:
+def _activation(output: FANOutput, fan: FANConfig) -> Activation:
     """Return the activation of rows whose features no other rank has."""
-    return Activation(FANShard(1, 0, (own,)), None, fan.activation == "gelu")
+    return Activation(FANShard(1, 0, (output,)), None, fan.activation == "gelu")

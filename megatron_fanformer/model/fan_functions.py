@@ -136,7 +136,7 @@ class Activation(NamedTuple):
     """The ranks that share the map."""
     gelu: bool
     recompute: bool = False
-    """Whether backward recomputes the outputs from p | g, so that they are not kept for it."""
+    """True if backward recomputes the outputs from p | g, so that they are not kept for it."""
 
     def gather(self, pre_sbk: Tensor) -> Exchanged:
         """Start to gather the pre-activation of all ranks, [t, s, b, k]."""

@@ -5,9 +5,9 @@ Source: "Reasoning is Periodicity?" (NeurIPS 2025), equation of X_F; the forms a
 - `column`: each of T tensor parallel ranks owns P/T periodic and G/T linear rows of the map; the pre-activation p | g
   is gathered, (1 - p_ratio) h wide, and cos and sin are taken after the gather, into the canonical order
   [cos p, sin p, g]. In backward the gather is a reduce-scatter.
-- `sequence`: each rank applies the whole, replicated map to its own part of the sequence, and moves nothing; what
-  follows it gathers X_F along the sequence, as it would gather X. The map's gradients are summed over the ranks once
-  per step.
+- `sequence`: each rank applies the whole, replicated map to its part of the sequence, and moves nothing; the
+  layer behind it gathers X_F along the sequence, as it would gather X. The map's gradients are summed over the ranks
+  once per step.
 
 One map may feed two outputs (placement `qk_and_v`): its rows are then [p | g] of the first, [p | g] of the second, and
 the norm, the product and the communication in front of them happen once.
@@ -50,8 +50,8 @@ PARAMETERS = ("linear", "v_linear")
 class FANProjection(MegatronModule):
     """X [s, b, h] -> X_F [s, b, h] (and the values [s, b, v] at placement `qk_and_v`).
 
-    In the `column` form both are whole on every rank, and their gradients must come in as each rank's own part: what
-    follows must not sum them (see `ActivatedColumnParallelLinear`). Under sequence parallelism X is this rank's part
+    In the `column` form both are whole on every rank, and their gradients must come in as each rank's part: the layer
+    behind must not sum them (see `ActivatedColumnParallelLinear`). Under sequence parallelism X is this rank's part
     of the sequence, which the map itself gathers. In the `sequence` form both are of this rank's part of the sequence.
 
     Args:

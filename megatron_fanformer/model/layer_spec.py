@@ -106,9 +106,30 @@ def layer_spec(
             know of no context parallelism.
     """
     fan = fan or FANConfig()
-    if resolve_transformer_impl(transformer_impl) == "transformer_engine":
-        return _transformer_engine_layer(fan, fan_form, fp8_fan, recompute_fan, qk_layernorm, heads_over)
-    return _local_layer(fan, fan_form, recompute_fan, qk_layernorm, heads_over)
+    placement = PLACEMENTS[fan.placement]
+    if resolve_transformer_impl(transformer_impl) == "local":
+        maps, norm, layer = _local_parts(fan, fan_form)
+    else:
+        maps, norm, layer = _engine_parts(fan, fan_form, fp8_fan, exchanges_heads=heads_over is not None)
+    module, submodules = placement.attention()
+    params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal}
+    if placement.is_in_attention:
+        params |= {"fan": fan, "fan_form": fan_form, "recompute_fan": recompute_fan}
+    else:
+        del maps["fan_linear"]
+    if heads_over is not None:
+        module, params = exchanging_heads(module), {**params, "context_group": heads_over}
+    head_norm = norm if qk_layernorm else None
+    attention = submodules(q_layernorm=head_norm, k_layernorm=head_norm, **maps)
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            self_attention=ModuleSpec(module=module, params=params, submodules=attention),
+            self_attn_bda=get_bias_dropout_add,
+            mlp_bda=get_bias_dropout_add,
+            **layer,
+        ),
+    )
 
 
 def final_norm(transformer_impl: Literal["local", "transformer_engine"]) -> type[torch.nn.Module]:
@@ -121,65 +142,24 @@ def final_norm(transformer_impl: Literal["local", "transformer_engine"]) -> type
     return norm
 
 
-def _attention(
-    fan: FANConfig,
-    fan_form: FANForm,
-    recompute_fan: bool,
-    head_norm: type[torch.nn.Module] | None,
-    heads_over: dist.ProcessGroup | None,
-    **parts: type[torch.nn.Module],
-) -> ModuleSpec:
-    """Return the self-attention of a placement, out of these layers."""
+Parts = tuple[dict[str, Any], type[torch.nn.Module], dict[str, Any]]
+"""The maps of self-attention, the class of norms, and the other submodules of the layer."""
+
+
+def _local_parts(fan: FANConfig, fan_form: FANForm) -> Parts:
     placement = PLACEMENTS[fan.placement]
-    module, submodules = placement.attention()
-    params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal}
-    if placement.is_in_attention:
-        params |= {"fan": fan, "fan_form": fan_form, "recompute_fan": recompute_fan}
-    else:
-        del parts["fan_linear"]
-    if heads_over is not None:
-        module, params = exchanging_heads(module), {**params, "context_group": heads_over}
-    submodules = submodules(q_layernorm=head_norm, k_layernorm=head_norm, **parts)
-    return ModuleSpec(module=module, params=params, submodules=submodules)
+    is_column = placement.is_in_attention and fan_form == "column"  # QKV has its whole input on every rank
+    maps = {
+        "linear_qkv": ActivatedColumnParallelLinear if is_column else ColumnParallelLinear,
+        "fan_linear": ColumnParallelLinear if is_column else ReplicatedLinear,
+        "core_attention": TorchCoreAttention,
+        "linear_proj": RowParallelLinear,
+    }
+    layer = {"input_layernorm": RMSNorm, "pre_mlp_layernorm": RMSNorm, "mlp": placement.local_mlp(fan)}
+    return maps, RMSNorm, layer
 
 
-def _local_layer(
-    fan: FANConfig, fan_form: FANForm, recompute_fan: bool, qk_layernorm: bool, heads_over: dist.ProcessGroup | None
-) -> ModuleSpec:
-    placement = PLACEMENTS[fan.placement]
-    is_column = placement.is_in_attention and fan_form == "column"  # what follows FAN has its whole input on every rank
-    attention = _attention(
-        fan,
-        fan_form,
-        recompute_fan,
-        RMSNorm if qk_layernorm else None,
-        heads_over,
-        linear_qkv=ActivatedColumnParallelLinear if is_column else ColumnParallelLinear,
-        fan_linear=ColumnParallelLinear if is_column else ReplicatedLinear,
-        core_attention=TorchCoreAttention,
-        linear_proj=RowParallelLinear,
-    )
-    return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
-            self_attention=attention,
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
-            mlp=placement.local_mlp(fan),
-            mlp_bda=get_bias_dropout_add,
-        ),
-    )
-
-
-def _transformer_engine_layer(
-    fan: FANConfig,
-    fan_form: FANForm,
-    fp8_fan: bool,
-    recompute_fan: bool,
-    qk_layernorm: bool,
-    heads_over: dist.ProcessGroup | None,
-) -> ModuleSpec:
+def _engine_parts(fan: FANConfig, fan_form: FANForm, fp8_fan: bool, *, exchanges_heads: bool) -> Parts:
     placement = PLACEMENTS[fan.placement]
     if not placement.has_engine_layers:
         raise InputError(
@@ -205,35 +185,25 @@ def _transformer_engine_layer(
     is_sequence = placement.is_in_attention and fan_form == "sequence"
     linear_qkv = TELayerNormColumnParallelLinear
     if placement.is_in_attention:
-        linear_qkv = te_layers.WholeInputTEColumnParallelLinear
-    attention = _attention(
-        fan,
-        fan_form,
-        recompute_fan,
-        TENorm if qk_layernorm else None,
-        heads_over,
-        linear_qkv=TEColumnParallelLinear if is_sequence else linear_qkv,
-        fan_linear=fan_replicated if is_sequence else fan_column,
-        core_attention=TEDotProductAttention if heads_over is None else te_layers.PartOfHeadsTEDotProductAttention,
-        linear_proj=TERowParallelLinear,
-    )
+        linear_qkv = TEColumnParallelLinear if is_sequence else te_layers.WholeInputTEColumnParallelLinear
+    maps = {
+        "linear_qkv": linear_qkv,
+        "fan_linear": fan_replicated if is_sequence else fan_column,
+        "core_attention": te_layers.PartOfHeadsTEDotProductAttention if exchanges_heads else TEDotProductAttention,
+        "linear_proj": TERowParallelLinear,
+    }
     # The norm is inside the column parallel map that reads it; checkpoints name it as the local layer does.
     normed_map = "fan.linear" if placement.is_in_attention else "linear_qkv"
-    return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=TENorm if is_sequence else IdentityOp,
-            self_attention=attention,
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=IdentityOp,
-            mlp=get_mlp_module_spec_for_backend(backend=TESpecProvider()),
-            mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map={
-                f"self_attention.{normed_map}.layer_norm_": "input_layernorm.",
-                "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
-            },
-        ),
-    )
+    layer = {
+        "input_layernorm": TENorm if is_sequence else IdentityOp,
+        "pre_mlp_layernorm": IdentityOp,
+        "mlp": get_mlp_module_spec_for_backend(backend=TESpecProvider()),
+        "sharded_state_dict_keys_map": {
+            f"self_attention.{normed_map}.layer_norm_": "input_layernorm.",
+            "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+        },
+    }
+    return maps, TENorm, layer
 
 
 fanformer_layer_spec = layer_spec()

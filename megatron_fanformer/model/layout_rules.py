@@ -127,8 +127,8 @@ def _own_layout_problems(model: FANformerConfig, parallel: ParallelConfig) -> It
 
 def _uneven(num_layers: int, stages: int) -> str:
     """Return the fields that give this number of stages anyway, with a shorter last stage."""
-    each = -(-num_layers // stages)
-    last = num_layers - each * (stages - 1)
+    layers = -(-num_layers // stages)
+    last = num_layers - layers * (stages - 1)
     return f", or set parallel.num_layers_in_last_pipeline_stage to {last}" if last > 0 else ""
 
 

@@ -126,10 +126,10 @@ def own_layout(parallel: ParallelConfig, kernels: KernelsConfig) -> tuple[str, L
     single = single_process(kernels.transformer_impl)
     sections: tuple[tuple[Any, Any], ...] = ((parallel, single.parallel), (kernels, single.kernels))
     stated = {
-        field.name: getattr(own, field.name)
-        for own, plain in sections
-        for field in dataclasses.fields(own)
-        if getattr(own, field.name) not in (None, getattr(plain, field.name))
+        field.name: getattr(section, field.name)
+        for section, plain in sections
+        for field in dataclasses.fields(section)
+        if getattr(section, field.name) not in (None, getattr(plain, field.name))
     }
     resolved = dataclasses.replace(parallel, data_parallel_size=parallel.data_parallel_size or 1)
     return layout_text(stated) or SINGLE, Layout(resolved, kernels)

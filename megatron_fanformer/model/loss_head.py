@@ -5,8 +5,8 @@ of tokens is carried through: its logits are made, turned into their own gradien
 the gradients of the hidden states and of the weight, in forward already. So there is no fourth matrix product, and
 never more than a chunk's logits.
 
-A gradient that is taken in forward must know how tokens will be weighted: by the loss mask. What backward then
-receives is checked against it, so that losses weighted in another way raise instead of training something else.
+A gradient that is taken in forward must know how tokens will be weighted: by the loss mask. Backward checks the
+gradient that it receives against it, so that losses weighted in another way raise instead of training something else.
 
 Shapes: s sequence, b micro batch, h hidden size, n = s b tokens, c tokens of a chunk, v this tensor parallel rank's
 rows of the vocabulary.
@@ -158,8 +158,8 @@ class _LossHeadFunction(torch.autograd.Function):
             ctx.gradients = gradients
             ctx.save_for_backward(mask_sb)
         if kept_n is not None:
-            of_kept, losses_n = losses_n, losses_n.new_zeros(labels_sb.numel())
-            losses_n[kept_n] = of_kept
+            kept_losses, losses_n = losses_n, losses_n.new_zeros(labels_sb.numel())
+            losses_n[kept_n] = kept_losses
         return losses_n.view_as(labels_sb)
 
     @staticmethod

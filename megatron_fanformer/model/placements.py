@@ -40,7 +40,7 @@ class LayerTensor(NamedTuple):
     """Transform to those tensors, by its name in `convert.name_table`."""
     hf_transform: str = "as it is"
     is_there: Callable[["FANformerConfig"], bool] = lambda model: True
-    """Whether a model of that placement has it."""
+    """True if a model of that placement has it."""
 
     def rows_of_group(self, heads_of_group: int, head_size: int) -> tuple[int, ...]:
         """Return the rows of queries, keys and values in each query group, of a matrix that has them interleaved; none
@@ -121,9 +121,9 @@ class Placement:
     name: ClassVar[str] = "none"
     title: ClassVar[str] = "Transformer"
     is_fanformer: ClassVar[bool] = False
-    """Whether there is FAN anywhere in the layer."""
+    """True if there is FAN anywhere in the layer."""
     is_in_attention: ClassVar[bool] = False
-    """Whether there is a FAN map in front of attention."""
+    """True if there is a FAN map in front of attention."""
     attention_tensors: ClassVar[tuple[LayerTensor, ...]] = (linear_qkv("att_proj.weight"),)
     """Tensors before core attention."""
     mlp_tensors: ClassVar[tuple[LayerTensor, ...]] = SWIGLU
@@ -136,11 +136,11 @@ class Placement:
     fan_forms: ClassVar[Mapping[FANForm, str]] = {}
     """The tensor parallel forms of its FAN maps, `column` first, and their names in a comparison of layouts."""
     has_own_values: ClassVar[bool] = False
-    """Whether a FAN layer makes the values, which then lie in another tensor than queries and keys."""
+    """True if a FAN layer makes the values, which then lie in another tensor than queries and keys."""
     has_engine_layers: ClassVar[bool] = True
-    """Whether Transformer Engine's layers can compute it."""
+    """True if Transformer Engine's layers can compute it."""
     has_fan_mlp: ClassVar[bool] = False
-    """Whether FAN layers take the place of the MLP."""
+    """True if FAN layers take the place of the MLP."""
     rows_are_of: ClassVar[str] = ""
     """A phrase for people that says which layer's rows `maps` has, where there are several."""
     ffn_unit: ClassVar[int] = 1
@@ -159,7 +159,7 @@ class Placement:
 
     def tensor(self, name: str) -> LayerTensor:
         """Return the tensor of a layer that Megatron calls so."""
-        return next(each for each in self.all_tensors() if each.name == name)
+        return next(tensor for tensor in self.all_tensors() if tensor.name == name)
 
     def outputs(self, fan: "FANConfig", hidden_size: int, value_size: int) -> list[tuple[int, float]]:
         """Return width and p_ratio of the outputs of attention's FAN map; none without one."""
@@ -266,12 +266,12 @@ QK_ROWS = Size("(n + k) d", lambda model: model.qkv_rows)
 
 def fan_tensors(name: str, shape: tuple[Size, ...], reference: str | None, hf: str) -> tuple[LayerTensor, LayerTensor]:
     """Return weight and bias of a FAN map, whose rows [p | g] are alike in all formats."""
-    of_reference = [() if reference is None else (f"{reference}.{part}",) for part in ("weight", "bias")]
+    reference_names = [() if reference is None else (f"{reference}.{part}",) for part in ("weight", "bias")]
     rows = "rows [p | g]"
     return (
-        LayerTensor(f"{name}.weight", shape, of_reference[0], (f"{hf}.weight",), rows, rows),
+        LayerTensor(f"{name}.weight", shape, reference_names[0], (f"{hf}.weight",), rows, rows),
         LayerTensor(
-            f"{name}.bias", shape[:1], of_reference[1], (f"{hf}.bias",), rows, rows, lambda model: model.fan.bias
+            f"{name}.bias", shape[:1], reference_names[1], (f"{hf}.bias",), rows, rows, lambda model: model.fan.bias
         ),
     )
 
@@ -452,7 +452,9 @@ else:
 
 def all_tensors() -> dict[LayerTensor, list[str]]:
     """Return every tensor that a layer may have, with the placements that have it."""
-    of_attention = [tensor for each in PLACEMENTS.values() for tensor in each.attention_tensors]
-    of_mlp = [tensor for each in PLACEMENTS.values() for tensor in each.mlp_tensors]
-    tensors = dict.fromkeys([INPUT_NORM, *of_attention, *HEAD_NORMS, PROJECTION, MLP_NORM, *of_mlp])
-    return {tensor: [name for name, each in PLACEMENTS.items() if tensor in each.all_tensors()] for tensor in tensors}
+    attention = [tensor for placement in PLACEMENTS.values() for tensor in placement.attention_tensors]
+    mlp = [tensor for placement in PLACEMENTS.values() for tensor in placement.mlp_tensors]
+    return {
+        tensor: [name for name, placement in PLACEMENTS.items() if tensor in placement.all_tensors()]
+        for tensor in dict.fromkeys([INPUT_NORM, *attention, *HEAD_NORMS, PROJECTION, MLP_NORM, *mlp])
+    }

@@ -114,12 +114,12 @@ class RopeScalingConfig:
                 "rope_type, or leave it out"
                 for name in stated
             ]
-        of_yarn = [name for name in stated if name != "factor"] if self.rope_type == "linear" else []
+        yarn_fields = [name for name in stated if name != "factor"] if self.rope_type == "linear" else []
         broken = partial(broken_fields, SECTION, self)
         problems = [
             f"{SECTION}.{name} is {getattr(self, name)}, which is for yarn, but rope_type is {self.rope_type}; leave "
             "it out"
-            for name in of_yarn
+            for name in yarn_fields
         ]
         needed = ("factor",) if self.rope_type == "linear" else ("factor", "original_max_position_embeddings")
         problems += [

@@ -48,7 +48,7 @@ class Stage(torch.nn.Module):
     own_tokens: int
     """Number of this rank's first rows of the output layer that are tokens, not padding."""
     has_boundaries_in_config = True
-    """Whether megatron-core reads uneven stages from its configuration."""
+    """True if megatron-core reads uneven stages from its configuration."""
 
     @staticmethod
     def arguments(layers: Layers) -> dict[str, Any]:

@@ -112,11 +112,11 @@ class PartOfHeadsTEDotProductAttention(TEDotProductAttention):
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
-        own, ranks = copy.copy(config), config.context_parallel_size
-        own.num_attention_heads = divide(config.num_attention_heads, ranks)
-        own.num_query_groups = divide(config.num_query_groups, ranks)
-        own.context_parallel_size = 1
-        super().__init__(own, *args, **kwargs)
+        part, ranks = copy.copy(config), config.context_parallel_size
+        part.num_attention_heads = divide(config.num_attention_heads, ranks)
+        part.num_query_groups = divide(config.num_query_groups, ranks)
+        part.context_parallel_size = 1
+        super().__init__(part, *args, **kwargs)
 
 
 # Enabled or not, calibrating or not, recipe: the same positions under the Engine's older name for it.

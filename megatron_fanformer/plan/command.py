@@ -193,9 +193,7 @@ def assumptions(request: PlanRequest, shown: Estimate, simulated: Simulated) -> 
     else:
         yield f"Nobody has compared steps of {machine.name} in {number_format} with the formula: its error is unknown."
     if not request.named:
-        yield (
-            "The search counts what does not fit among the layouts that would be faster than the last candidate alone."
-        )
+        yield ("Of layouts that do not fit, the search counts those that would be faster than the last candidate.")
     if simulated:
         yield "Simulated are the local layers with few micro batches, and compared with the formula for these."
 
@@ -204,7 +202,7 @@ def assumptions(request: PlanRequest, shown: Estimate, simulated: Simulated) -> 
 
 
 def plan_lines(request: PlanRequest, findings: Findings, simulated: Simulated) -> Iterator[str]:
-    """Yield the first candidate's memory, time and cost; the other candidates; what was rejected."""
+    """Yield the first candidate's memory, time and cost; the other candidates; the rejected layouts."""
     config, options, shown = request.config, request.options, findings.candidates[0]
 
     def titled(title: str, columns: Row, rows: Iterable[Row], align: str) -> Iterator[str]:
@@ -241,7 +239,7 @@ def plan_lines(request: PlanRequest, findings: Findings, simulated: Simulated) -
     yield from ["", f"{plural(findings.judged, 'layout')} judged, {findings.legal:,} legal."]
     if findings.rejected:
         rows = [(f"{rejected.count:,}", rejected.example, rejected.message) for rejected in findings.rejected]
-        yield from titled("rejected", ["layouts", "of them", "what train says of it"], rows, "rll")
+        yield from titled("rejected", ["layouts", "of them", "by train's message"], rows, "rll")
         yield ""
     yield from (f"- {sentence}" for sentence in assumptions(request, shown, simulated))
 
@@ -287,8 +285,8 @@ def _stage_rows(request: PlanRequest, shown: Estimate) -> Iterator[Row]:
         steps = max(0, last + 1 - first)
         tokens = steps * request.config.batch_tokens
         days = f"{cost(shown, tokens)['days']:,.2f}"
-        of_steps = " to ".join(f"{rate:.3g}" for rate in rates.get(name, ()))
-        yield name, f"{first:,}", f"{steps:,}", f"{tokens:,}", days, of_steps
+        rate_range = " to ".join(f"{rate:.3g}" for rate in rates.get(name, ()))
+        yield name, f"{first:,}", f"{steps:,}", f"{tokens:,}", days, rate_range
 
 
 def _stage_spans(request: PlanRequest) -> dict[str, tuple[int, int]]:

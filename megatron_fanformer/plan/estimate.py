@@ -54,7 +54,7 @@ class Estimate:
 
     @property
     def shortage(self) -> str:
-        """Describe what a layout that does not fit lacks."""
+        """Describe the lack of memory of a layout that does not fit."""
         return (
             f"a GPU of pipeline stage {self.heaviest.stage} needs {self.needed_bytes / GIB:.1f} GiB, "
             f"{self.reserve_bytes / GIB:.1f} of them reserved, but {self.machine.name} has "
@@ -64,9 +64,7 @@ class Estimate:
 
 
 def for_machine(config: RunConfig, machine: Machine, *, on_cpu: bool) -> RunConfig:
-    """Return the configuration with what it leaves to the machine chosen for that one; but overlap depends on the
-    layout.
-    """
+    """Return the configuration with its open fields chosen for a machine; but overlap depends on the layout."""
     engine: Layers = "local" if on_cpu else "transformer_engine"
     kernels, precision = config.kernels, config.precision
     if kernels.transformer_impl == "auto":
@@ -99,8 +97,8 @@ def problems(config: RunConfig, gpus: int) -> list[str]:
     Args:
         config: of `for_machine`, with nothing wrong in sections that no layout changes.
     """
-    if found := [*config.parallel.problems(), *config.kernels.problems(), *config.training.problems()]:
-        return found
+    if broken := [*config.parallel.problems(), *config.kernels.problems(), *config.training.problems()]:
+        return broken
     try:
         replicas = config.parallel.resolve_data_parallel_size(gpus)
     except InputError as error:

@@ -49,10 +49,10 @@ class Weight(NamedTuple):
     """Name of the parameter in Megatron; a layer's has no layer number."""
     elements: int
     is_partial: bool = False
-    """Whether its gradient covers this rank's part of the sequence, or its heads, alone, and is summed over the tensor
+    """True if its gradient covers this rank's part of the sequence, or its heads, alone, and is summed over the tensor
     parallel ranks."""
     is_shared: bool = False
-    """Whether it is one of two copies of a tied embedding, on the first and the last stage."""
+    """True if it is one of two copies of a tied embedding, on the first and the last stage."""
 
     @property
     def dimensions(self) -> int:
@@ -95,7 +95,7 @@ def chunks(model: FANformerConfig, parallel: ParallelConfig, stage: int) -> list
 
 
 def weights(model: FANformerConfig, parallel: ParallelConfig, chunk: Chunk) -> list[Weight]:
-    """Return what a tensor parallel rank holds of a chunk, in the order in which Megatron's modules (local) name it."""
+    """Return a tensor parallel rank's weights of a chunk, in the order of Megatron's (local) modules."""
     vocabulary = model.padded_vocab_size // parallel.tensor_model_parallel_size * model.hidden_size
     is_tied = not model.untie_embeddings_and_output_weights
     has_two_copies = is_tied and parallel.pipeline_model_parallel_size > 1
@@ -154,7 +154,7 @@ class GradientBuffer(NamedTuple):
         return [end - before for before, end in itertools.pairwise(self.ends)]
 
     def shard_elements(self, ranks: int, rank: int = 0) -> list[int]:
-        """Return what of each weight one of so many ranks updates: its part of every bucket."""
+        """Return the elements of each weight that one of so many ranks updates: its part of every bucket."""
         held, weight = [], 0
         for start, end in itertools.pairwise(self.ends):
             size = (end - start) // ranks

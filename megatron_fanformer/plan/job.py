@@ -37,7 +37,7 @@ class Job:
     layers: Layers
     """Implementation of the layers: Transformer Engine's, or Megatron's and ours."""
     has_document_ids: bool = False
-    """Whether samples have the numbers of their documents, which every stage reads: `data.reset_attention_mask`."""
+    """True if samples have the numbers of their documents, which every stage reads: `data.reset_attention_mask`."""
     on_cpu: bool = False
 
     @property

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from megatron_fanformer.plan.job import Job
 
-FLOAT = 4  # statistics, and what is computed in float32
+FLOAT = 4  # statistics, and other tensors in float32
 FP8_BLOCK = 32  # numbers; with recipes of blocks a scale of one byte (mxfp8), or of four for 128, goes with them
 ID_BYTES = 8
 
@@ -95,7 +95,7 @@ class LayerShapes:
 
 def layer_memory(job: Job) -> Rise:
     """Return the memory of a layer, as selective recomputation leaves it: the backward of the MLP, which comes first,
-    or that of core attention, when what the MLP kept is gone.
+    or that of core attention, when the MLP's tensors are gone.
     """
     shapes = LayerShapes(job)
     mlp, attention = _mlp(shapes), core_attention(shapes)
@@ -283,7 +283,7 @@ def _first_map(shapes: LayerShapes, rows: int) -> Rise:
 def loss_head(shapes: LayerShapes) -> Rise:
     """Return the memory of final norm and head.
 
-    `saved` is what the final norm keeps, `backward` the most that is held beside that, in forward or in backward.
+    `saved` is kept by the final norm, `backward` the most that is held beside that, in forward or in backward.
     """
     job, element, hidden, columns = shapes.job, shapes.element, shapes.hidden, shapes.columns
     saved = shapes.stream + shapes.statistics
@@ -307,7 +307,7 @@ def embedding_backward(shapes: LayerShapes, *, has_heads: bool) -> int:
 
     Args:
         has_heads: whether the head is here, too. If it is tied, autograd adds its gradient to the embedding's (out of
-            place, where tensors are tracked), or what stands for it; the chunked head gives autograd none.
+            place, where tensors are tracked), or a stand-in; the chunked head gives autograd none.
     """
     passes = 1 if shapes.tensor == 1 else 2  # those of other ranks' tokens are zeroed in a copy
     tokens, rows = shapes.stream + passes * shapes.whole(shapes.hidden), shapes.vocabulary_weight

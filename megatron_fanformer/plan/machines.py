@@ -1,7 +1,7 @@
 """Machines: data-sheet rates of chips and the links between them, and the shares of them that runs reached.
 
 `machines.yaml` holds the known ones, with the source of each figure. A file of the same form stands for any other
-machine; `tools/bench_train.py --json` writes one of what it measured.
+machine; `tools/bench_train.py --json` writes one of its measurements.
 """
 
 import difflib
@@ -20,13 +20,7 @@ LINKS = ("domain", "network")
 DRIVERS_SHARE = 0.01
 """Share of a chip's memory that CUDA does not give to programs: an assumption."""
 MEASURED = "machine"  # where a report of tools/bench_train.py has it
-MAY_BE_ZERO = (
-    "layer_seconds",
-    "step_seconds",
-    "collective_seconds",
-    "overlap",
-    "relative_error",
-)
+MAY_BE_ZERO = ("_seconds", "overlap", "relative_error")  # ends of names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +53,9 @@ class Machine:
     fp8_flops_per_second: float | None = None
     """The same in FP8."""
     has_mxfp8: bool = False
-    """Whether its FP8 scales blocks of 32 numbers in hardware, which the recipe mxfp8 needs (Blackwell)."""
+    """True if its FP8 scales blocks of 32 numbers in hardware, which the recipe mxfp8 needs (Blackwell)."""
     product_efficiency: float
-    """Share of that rate that large matrix products reach, in (0, 1]; what small ones lose is the time for their
-    bytes."""
+    """Share of that rate that large matrix products reach, in (0, 1]; small ones also take the time for their bytes."""
     fp8_product_efficiency: float = 1.0
     """The same for products in FP8."""
     attention_efficiency: float
@@ -74,7 +67,7 @@ class Machine:
     layer_seconds: float
     """Host time per layer and micro batch, forward and backward: its Python, autograd and launches."""
     step_seconds: float
-    """Host time per step: what runs between the last kernel of one step and the first of the next."""
+    """Host time per step, between the last kernel of one step and the first of the next."""
     collective_seconds: float
     """Time to start a collective, whatever its size."""
     domain_size: int
@@ -106,13 +99,13 @@ class Machine:
 
     @property
     def usable_bytes(self) -> int:
-        """Return what a program can have of the memory."""
+        """Return the bytes that a program can have."""
         return int((1 - DRIVERS_SHARE) * self.memory_bytes)
 
     def error_in(self, dtype: str) -> float:
         """Return the relative error of a step's time, 0 if it is not known; `dtype` is fp32, bf16 or fp8."""
-        own = {"fp32": self.fp32_relative_error, "fp8": self.fp8_relative_error}.get(dtype)
-        return self.relative_error if own is None else own
+        error = {"fp32": self.fp32_relative_error, "fp8": self.fp8_relative_error}.get(dtype)
+        return self.relative_error if error is None else error
 
     def flops_per_second(self, dtype: str, *, field: str | None = None) -> float:
         """Return the data sheet's rate of dense products; `dtype` is fp32, bf16 or fp8.
@@ -148,22 +141,27 @@ class Machine:
         values = dict(vars(self))
         for link in LINKS:
             values |= {f"{link}.{name}": value for name, value in vars(getattr(self, link)).items()}
-        broken = []
+        problems = []
         for name, value in values.items():
             if type(value) not in (int, float):
                 continue
             may_be_zero = name.endswith(MAY_BE_ZERO)
             if value < 0 or (value == 0 and not may_be_zero):
-                broken.append(f"machine.{name} is {value}; it must be {'at least' if may_be_zero else 'above'} 0")
+                problems.append(f"machine.{name} is {value}; it must be {'at least' if may_be_zero else 'above'} 0")
             elif value > 1 and name.endswith(("efficiency", "overlap")):
-                broken.append(f"machine.{name} is {value}; it must be at most 1")
-        return broken
+                problems.append(f"machine.{name} is {value}; it must be at most 1")
+        return problems
 
 
 @functools.cache
 def known_machines() -> dict[str, Machine]:
     """Return the machines of this package by their short names."""
     return {name: machine_of(values, name) for name, values in _known_values().items()}
+
+
+@functools.cache
+def _known_values() -> dict[str, dict[str, Any]]:
+    return read_plain_values(KNOWN_MACHINES)
 
 
 def machine_of_device(name: str) -> Machine | None:
@@ -181,9 +179,8 @@ def load_machine(name_or_file: str) -> Machine:
     """
     if machine := known_machines().get(name_or_file.lower()):
         return machine
-    file = Path(name_or_file)
     try:
-        values = read_plain_values(file)
+        values = read_plain_values(Path(name_or_file))
     except FileNotFoundError:
         near = difflib.get_close_matches(name_or_file.lower(), known_machines(), n=1, cutoff=0.0)
         raise InputError(
@@ -192,8 +189,8 @@ def load_machine(name_or_file: str) -> Machine:
         ) from None
     except (OSError, ValueError) as error:
         raise InputError(f"{name_or_file} cannot be read as a machine: {error}") from error
-    if isinstance(values, Mapping) and isinstance(values.get(MEASURED), Mapping):
-        values = values[MEASURED]
+    if isinstance(values, Mapping):
+        values = values.get(MEASURED, values)
     if not isinstance(values, Mapping):
         raise InputError(f"{name_or_file} holds no fields of a machine, such as name; see docs/planning.md")
     return machine_of(values, name_or_file)
@@ -203,27 +200,22 @@ def machine_of(values: Mapping[str, Any], source: str) -> Machine:
     """Return the machine that plain values describe; with `like`, the others are of that one.
 
     Args:
-        source: what to call the values in errors.
+        source: name of the values in errors.
 
     Raises:
         InputError: they do not describe a machine.
     """
-    own = {key: value for key, value in values.items() if key != LIKE}
+    fields = {key: value for key, value in values.items() if key != LIKE}
     if LIKE in values:
-        if (like := str(values[LIKE]).lower()) not in _known_values():
+        base = _known_values().get(str(values[LIKE]).lower())
+        if base is None:
             raise InputError(f"{source}: {LIKE} is {values[LIKE]!r}; it must be one of {', '.join(_known_values())}")
-        base = _known_values()[like]
-        links = {key: {**base[key], **own[key]} for key in LINKS if isinstance(own.get(key), Mapping)}
-        own = {**base, **own, **links}
+        links = {key: {**base[key], **fields[key]} for key in LINKS if isinstance(fields.get(key), Mapping)}
+        fields = {**base, **fields, **links}
     try:
-        machine = build(own, Machine, "machine.")
+        machine = build(fields, Machine, "machine.")
+        if problems := machine.problems():
+            raise InputError("\n".join(problems))
     except InputError as error:
         raise InputError("\n".join(f"{source}: {line}" for line in str(error).splitlines())) from None
-    if found := machine.problems():
-        raise InputError("\n".join(f"{source}: {line}" for line in found))
     return machine
-
-
-@functools.cache
-def _known_values() -> dict[str, dict[str, Any]]:
-    return read_plain_values(KNOWN_MACHINES)

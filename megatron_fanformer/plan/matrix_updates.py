@@ -1,4 +1,4 @@
-"""Updates of whole matrices, as Muon's are: which rank computes which, and what that takes.
+"""Updates of whole matrices, as Muon's are: the rank that computes each, its communication and memory.
 
 A stage's tensor parallel and data parallel ranks hold a matrix in parts. Each matrix has one rank that owns it: it gets
 the parts of the others, computes the update of the whole, and sends their parts back. So ranks share the work, and the
@@ -9,7 +9,7 @@ Ranks are numbered as in megatron-core's group of both, tensor parallel ones fir
 """
 
 import heapq
-import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from megatron_fanformer.plan.gradient_buffers import (
 )
 from megatron_fanformer.plan.job import ELEMENT_BYTES, Job
 
-MAIN_BYTES = 4  # of an element of a momentum, and of what is made of it
+MAIN_BYTES = 4  # of an element of a momentum, and of its sums
 NEWTON_SCHULZ_STEPS = 5
 BY_MUON = "is_orthogonalized"
 """Entry of the parameter groups of matrices that Muon updates."""
@@ -53,7 +53,7 @@ class Matrix(NamedTuple):
     part_rows: tuple[int, ...]
     """Rows of the parts that are orthogonalized each by itself."""
     is_replicated: bool
-    """Whether every tensor parallel rank holds it whole."""
+    """True if every tensor parallel rank holds it whole."""
 
     @property
     def flops(self) -> int:
@@ -77,15 +77,15 @@ def owners(flops: Sequence[int], ranks: int) -> list[int]:
 
 
 def rounds(owner: Sequence[int]) -> list[list[int]]:
-    """Return the matrices by round, of which each rank owns one at most: what is held at a time."""
-    found: list[list[int]] = []
-    seen: dict[int, int] = {}
+    """Return the matrices by round, of which each rank owns one at most: those that are held at a time."""
+    by_round: list[list[int]] = []
+    owned = Counter[int]()
     for matrix, rank in enumerate(owner):
-        number = seen[rank] = seen.get(rank, -1) + 1
-        if number == len(found):
-            found.append([])
-        found[number].append(matrix)
-    return found
+        if owned[rank] == len(by_round):
+            by_round.append([])
+        by_round[owned[rank]].append(matrix)
+        owned[rank] += 1
+    return by_round
 
 
 class MatrixUpdates:
@@ -94,7 +94,7 @@ class MatrixUpdates:
     def __init__(self, job: Job, stage: int) -> None:
         parallel = job.parallel
         self._job, self._stage, self._tensor = job, stage, job.tensor_ranks
-        self.dtype = "fp32" if job.on_cpu else "bf16"  # of the products, and of what is exchanged
+        self.dtype = "fp32" if job.on_cpu else "bf16"  # of the products, and of the exchanged parts
         self._element_bytes = ELEMENT_BYTES[self.dtype]
         self._replicas = job.state_ranks
         self._group, self._ranks = "tp" if self._replicas == 1 else "tp_dp_cp", self._tensor * self._replicas
@@ -105,8 +105,12 @@ class MatrixUpdates:
         }
         held = chunks(job.model, parallel, stage) if self._matrix_of else []
         self._chunks = [(chunk, weights(job.model, parallel, chunk)) for chunk in held]
-        found = (map(self._matrix_of.get, weights_of_chunk) for _, weights_of_chunk in self._chunks)
-        self.matrices = [matrix for matrix in itertools.chain.from_iterable(found) if matrix is not None]
+        self.matrices = [
+            self._matrix_of[weight]
+            for _, chunk_weights in self._chunks
+            for weight in chunk_weights
+            if weight in self._matrix_of
+        ]
         flops = {matrix: matrix.flops for matrix in set(self.matrices)}
         self._flops = [flops[matrix] for matrix in self.matrices]
         self._owner = owners(self._flops, self._ranks)
@@ -114,14 +118,14 @@ class MatrixUpdates:
     @property
     def busiest_flops(self) -> int:
         """Return the FLOPs of the rank that has most to compute."""
-        loads: dict[int, int] = {}
+        loads = Counter[int]()
         for flops, rank in zip(self._flops, self._owner, strict=True):
-            loads[rank] = loads.get(rank, 0) + flops
+            loads[rank] += flops
         return max(loads.values(), default=0)
 
     def terms(self, rank: int) -> Iterator[Term]:
-        """Yield what a rank of the stage sends: its parts of matrices to their owners, and others' parts of its own, to
-        every tensor parallel rank that holds them.
+        """Yield the sends of a rank of the stage: its parts of matrices to their owners, and the parts of its matrices
+        to the ranks that hold them.
         """
         if not self.matrices or self._ranks == 1:
             return
@@ -138,14 +142,13 @@ class MatrixUpdates:
         yield Term(self._group, "all-to-all", "updates of matrices", returned * self._element_bytes, calls)
 
     def working_bytes(self) -> int:
-        """Return what the first rank holds at most beside states: of a round's matrices what it has of the momenta's
-        sums, and of its own the whole, two steps of it, and two products with itself.
+        """Return the most bytes that the first rank holds beside states: of a round's matrices its parts of the
+        momenta's sums; of the one that it owns the whole, two steps of it, and two products with itself.
         """
         pieces, most = list(self._pieces(0)), 0
         for numbers in rounds(self._owner):
             held = MAIN_BYTES * sum(pieces[number] for number in numbers)
-            own = [self.matrices[number] for number in numbers if self._owner[number] == 0]
-            for matrix in own:
+            for matrix in (self.matrices[number] for number in numbers if self._owner[number] == 0):
                 copies = 2 + (self._ranks > 1)
                 short = max(min(rows, matrix.columns) for rows in matrix.part_rows)
                 held += self._element_bytes * (copies * matrix.rows * matrix.columns + 2 * short * short)

@@ -47,7 +47,7 @@ PREFETCHED = 3
 take turns: one to five were seen."""
 
 ALLOCATOR_BYTES = 4 * 2**30
-"""Reserved by torch's allocator beyond what is allocated: SimuMax v1.2 measured 2 to 4 GiB on B200."""
+"""Reserved by torch's allocator beyond the allocated bytes: SimuMax v1.2 measured 2 to 4 GiB on B200."""
 CONTEXT_BYTES = 2 * 2**30
 """The CUDA context and NCCL's buffers, which torch's allocator does not know: an assumption, not a measurement."""
 TENSORS_ERROR = 0.022

@@ -284,7 +284,7 @@ def _patched(rank: int) -> Iterator[None]:
         # Recomputation copies an output into the storage that it had: there is nothing to copy, and the copy of a
         # storage without content leaks.
         mock.patch.object(torch.UntypedStorage, "copy_", lambda storage, *_: storage),
-        # It makes a tensor of a list of norms by reading each, past what answers for a tensor without content.
+        # It makes a tensor of a list of norms by reading each, past the fake tensors' answer for one without content.
         mock.patch.object(clip_grads, "l2_norm_impl", _l2_norm),
         # It makes the shards of all replicas to take one: at a thousand replicas, most of the time of a simulation.
         mock.patch.object(param_and_grad_buffer, "shard_buffer", _Shards),
@@ -340,7 +340,7 @@ class MemoryTracker(TorchDispatchMode):
         self._references: dict[int, Any] = {}
 
     def forget_peak(self) -> None:
-        """Begin a new peak, at what is held now."""
+        """Begin a new peak, at the bytes held now."""
         self.peak_bytes = self.held_bytes
 
     def __enter__(self) -> Any:

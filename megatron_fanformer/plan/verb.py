@@ -62,7 +62,7 @@ class PlanOptions:
     restart_minutes: float = option(RESTART_MINUTES, metavar="M", parse=_above_zero)
     """Minutes from a failure to the next step, without loading the checkpoint."""
     report: Path | None = option(None, metavar="FILE.json", parse=path_or_none)
-    """Write everything as JSON, and a picture beside it as PNG."""
+    """Write everything as JSON."""
     write: Path | None = option(None, metavar="FILE.yaml", parse=path_or_none)
     """Write the layout as lines of a configuration; the file must not exist."""
     overrides: tuple[str, ...] = overrides()
@@ -76,7 +76,7 @@ def _plan(options: PlanOptions) -> None:
 
 PLAN = Verb(
     name="plan",
-    help="Say what a run costs on many GPUs, whether it fits, and find its fastest layout.",
+    help="Predict memory, time and cost of a run on many GPUs; find its fastest layout.",
     options=PlanOptions,
     run=_plan,
     examples=(

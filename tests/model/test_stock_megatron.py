@@ -168,7 +168,7 @@ def losses_of_loaded(folder: str, kind: str) -> tuple[torch.Tensor, set[str]]:
         if kind == "stock":
             model = stock_model(MODEL, parallel, SPEC)
         else:
-            (model,) = build_stages(MODEL, parallel, grid, dtype=torch.float32, seed=None, made_of=GPTStage)
+            (model,) = build_stages(MODEL, parallel, grid, dtype=torch.float32, seed=None, stage_type=GPTStage)
         sharded = {"model": model.sharded_state_dict(metadata=stock_metadata())}
         model.load_state_dict(megatron_versions.load(sharded, Path(folder), read_table(Path(folder)))["model"])
         from megatron.core.dist_checkpointing import load_tensors_metadata
