@@ -215,7 +215,7 @@ class BadSteps:
         return None if self._rewinds < self._config.max_rewinds else "recovery.max_rewinds is reached"
 
     def note_rewind(self) -> dict[int, str]:
-        """Note that the run goes back; returns the bad steps, which it will skip."""
+        """Note that the run goes back, and return the bad steps, which it will skip."""
         skipped = dict(self.in_a_row)
         self._rewinds += 1
         self.skip_from_now_on(skipped)

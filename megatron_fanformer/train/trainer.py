@@ -143,7 +143,7 @@ class Trainer:
                 logger.info("step %d  ended and saved, as training.%s asks", self.step, stopping)
 
     def take_step(self) -> Stopping | None:
-        """Train one step and do all that is due after it; returns why to end now, or None."""
+        """Train one step and do all that is due after it; return the reason to end now, or None."""
         with self.profiler.recording(self.step + 1):
             metrics = self._train_one_step()
         if self._interrupts.profile:
@@ -174,7 +174,7 @@ class Trainer:
     # -- one step
 
     def _train_one_step(self) -> dict[str, Any]:
-        """Take the next step, or skip it; returns its metrics."""
+        """Take the next step, or skip it, and return its metrics."""
         started = time.monotonic()
         self.step += 1
         for callback in (*self._callbacks, self._seen):
@@ -208,7 +208,7 @@ class Trainer:
     def _compute(self, batches: StepBatches) -> tuple[StepResult, str | None]:
         """Compute the step, and once more if its numbers are bad: a machine's fault is not there the second time.
 
-        The gradients stay in the buffers. Returns the last numbers, and what is wrong with them.
+        The gradients stay in the buffers. Return the last numbers, and their fault.
         """
         result, fault = self._attempt(batches)
         if fault is None or not self.config.recovery.compute_again:
@@ -281,7 +281,7 @@ class Trainer:
         return metrics
 
     def _save_if_due(self, *, force: bool) -> bool:
-        """Save if this step is due; returns whether it was."""
+        """Save if this step is due, and return whether it was."""
         interval = self.config.checkpoint.save_interval
         due = interval is not None and self.step % interval == 0
         if self._bad_steps.in_a_row:

@@ -15,7 +15,7 @@ from megatron_fanformer.runtime.pipeline import own_positions
 from megatron_fanformer.runtime.seeding import local_shards, seed_everything
 from tests.tiny import tiny_model
 from tests.train.layouts import gather, layout, shards_of
-from tests.train.test_reference import sum_sequence_parallel_gradients
+from tests.train.test_step import sum_sequence_parallel_gradients
 
 CONFIG = tiny_model(hidden_size=64, ffn_hidden_size=128, vocab_size=256, seq_length=32)
 

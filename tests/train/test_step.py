@@ -1,4 +1,4 @@
-"""The trainer against the numbers of the authors' implementation, in float32."""
+"""Steps of training against the numbers of the authors' implementation, in float32."""
 
 import functools
 from typing import Any
