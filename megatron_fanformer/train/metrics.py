@@ -50,7 +50,7 @@ data/NAME/epochs | data |  | the same in epochs of that source
 step_seconds | speed | s | time of computing and updating, without evaluation and saving
 tokens_per_second | speed | tokens/s | over the same time; only tokens with a loss count, in fine-tuning the learned
     ones
-model_flops_per_second | speed | FLOP/s | by the formula in `plan/flops.py`, over all ranks; within documents
+model_flops_per_second | speed | FLOP/s | by the formula in `plan/job.py`, over all ranks; within documents
     without attention's scores (docs/fine-tuning.md#attention-within-documents)
 model_flops_utilization | speed | share | that rate over the chips' rate by their data sheet, in the format of the
     products (that of FP8 in an FP8 run); left out where `plan/machines.yaml` does not know the chip
