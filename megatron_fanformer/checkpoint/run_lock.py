@@ -5,7 +5,6 @@ machine a lock is left over if its process is gone. On another, where its machin
 nobody has touched it for `STALE_SECONDS`; its holder touches it every `BEAT_SECONDS`.
 """
 
-import fcntl
 import logging
 import os
 import platform
@@ -92,26 +91,21 @@ def holder_of(run: Path) -> Holder | None:
 
 def _take(path: Path, content: bytes) -> None:
     """Create the lock file, in the place of one that is left over."""
-    turn = os.open(path.parent, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # processes of one machine take turns, where the file system has such locks
-            fcntl.flock(turn, fcntl.LOCK_EX)
-        while True:
-            try:
-                with path.open("xb") as stream:
-                    stream.write(content)
-                return
-            except FileExistsError:
-                with suppress(FileNotFoundError):  # it was given back meanwhile
-                    holder = _read(path)
-                    if _is_alive(holder) if holder.place == _place() else _is_touched(path, holder):
-                        raise InUseError(
-                            f"{path.parent} is in use by a run on {holder.host} (process {holder.pid}) since "
-                            f"{holder.since}; wait for its end, stop it, or name another folder ({path} says so)"
-                        ) from None
+    while True:
+        try:
+            with path.open("xb") as stream:
+                stream.write(content)
+            return
+        except FileExistsError:
+            with suppress(FileNotFoundError):  # it was given back meanwhile
+                holder = _read(path)
+                if _is_alive(holder) if holder.place == _place() else _is_touched(path, holder):
+                    raise InUseError(
+                        f"{path.parent} is in use by a run on {holder.host} (process {holder.pid}) since "
+                        f"{holder.since}; wait for its end, stop it, or name another folder ({path} says so)"
+                    ) from None
+                if _read(path) == holder:  # else another process took it over meanwhile
                     path.unlink()
-    finally:
-        os.close(turn)
 
 
 def _read(path: Path) -> Holder:
