@@ -3,12 +3,11 @@
 `regular_file` stands before every opening of a file that a user or a checkpoint names: opening a pipe waits for ever.
 
 A file gets its name once it is on the disk: it is flushed, renamed, and the folder that now names it flushed too. A
-process that is killed leaves at most a hidden file or folder (`.NAME.….tmp`).
+process that is killed leaves at most a hidden file or folder (`.NAME.PROCESS.tmp`).
 """
 
 import errno
 import fcntl
-import glob
 import hashlib
 import os
 import shutil
@@ -139,11 +138,9 @@ def new_folder(destination: Path) -> Iterator[Path]:
     if destination.exists():
         raise InputError(f"{destination} already exists; name another destination, or remove it")
     destination.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(destination)
     partial = temporary_name(destination)
     _remove(partial)
     partial.mkdir()
-    in_use = _lock(partial)
     try:
         yield partial
         publish(partial, destination)
@@ -153,33 +150,6 @@ def new_folder(destination: Path) -> Iterator[Path]:
         if full is not None:
             raise OSError(full.errno, full.strerror, str(destination)) from error
         raise
-    finally:
-        if in_use is not None:
-            os.close(in_use)
-
-
-def _remove_abandoned(destination: Path) -> None:
-    """Remove the folders that killed processes were filling for a destination: a model's size each."""
-    for left in destination.parent.glob(f".{glob.escape(destination.name)}.*.tmp"):
-        if not left.is_symlink() and left.is_dir() and (lock := _lock(left)) is not None:
-            shutil.rmtree(left, ignore_errors=True)
-            os.close(lock)
-
-
-def _lock(folder: Path) -> int | None:
-    """Return the descriptor of a folder that no other process has locked; None where one has, or there are no such
-    locks.
-    """
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
 
 
 def full_disk(folder: Path) -> OSError | None:

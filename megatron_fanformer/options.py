@@ -154,11 +154,6 @@ def command_line() -> Any:
     return option((), kind="none")
 
 
-def not_an_option(default: Any) -> Any:
-    """Return a field that callers in Python alone may set."""
-    return option(default, kind="none")
-
-
 def home_path(text: str) -> Path:
     """Read a path, in which `~/` is the home directory."""
     return Path(at_home(text))

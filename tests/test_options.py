@@ -20,7 +20,6 @@ from megatron_fanformer.options import (
     argument,
     command_line,
     count_of,
-    not_an_option,
     option,
     overrides,
 )
@@ -44,7 +43,7 @@ class ToyOptions:
     """Go up."""
     down: bool = option(False, exclusive="direction")
     """Go down."""
-    owner: str = not_an_option("nobody")
+    owner: str = option("nobody", kind="none")
     output: Path | None = None
     """Where it is written."""
     format: Literal["a", "b"] | None = option(None, needs=("output", "color=red"))

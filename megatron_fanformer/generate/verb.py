@@ -10,7 +10,7 @@ import msgspec
 
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.options import Verb, argument, not_an_option, option
+from megatron_fanformer.options import Verb, argument, option
 from megatron_fanformer.runtime import device
 from megatron_fanformer.terminal import print_loading
 
@@ -32,7 +32,7 @@ class SamplingConfig:
     """Sample from the most likely tokens that together have this probability, in (0, 1]; at least one."""
     seed: int = option(0, group=SAMPLING)
     """Seed of the draws: equal seeds and settings give equal text."""
-    num_samples: int = not_an_option(1)
+    num_samples: int = option(1, kind="none")
     """Texts for each prompt; several need a temperature above 0."""
 
     def problems(self) -> list[str]:

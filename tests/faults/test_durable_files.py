@@ -50,22 +50,6 @@ def test_what_a_process_of_the_same_number_left_is_in_nobodys_way(tmp_path: Path
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["new"]
 
 
-def test_what_killed_processes_left_of_a_folder_is_removed_and_what_others_fill_is_not(tmp_path: Path) -> None:
-    left, filled, link = (tmp_path / f".out.{number}.tmp" for number in (1, 2, 3))
-    for folder in (left, filled):
-        folder.mkdir()
-        (folder / "weights").touch()
-    link.symlink_to(filled)
-    in_use = os.open(filled, os.O_RDONLY)  # locks are of descriptors: as another process's
-    fcntl.flock(in_use, fcntl.LOCK_EX)
-    with new_folder(tmp_path / "out"), pytest.raises(BlockingIOError):
-        mine = os.open(temporary_name(tmp_path / "out"), os.O_RDONLY)
-        fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.close(in_use)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [filled.name, link.name, "out"]
-    assert (filled / "weights").exists()
-
-
 def test_a_folder_gets_its_name_once_all_in_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = recorded_steps(monkeypatch)
     with new_folder(tmp_path / "out") as folder:
