@@ -169,16 +169,13 @@ def figure(metric: str | None, value: float, *, sign: str = "") -> str:
 
 def names_of(results: Sequence[Result]) -> list[str]:
     """Return the checkpoints in headings: by step, with as much of the run's path as differs from the others'."""
-    runs = short_names(result.run for result in results if result.run is not None)
-    others = short_names(result.checkpoint for result in results if result.run is None)
-    return [
-        others[result.checkpoint]
-        if result.run is None
-        else f"{runs[result.run]}/{result.step:,}"
-        if len(runs) > 1
-        else f"{result.step:,}"
-        for result in results
-    ]
+    folders = short_names(result.run or result.checkpoint for result in results)
+    names = []
+    for result in results:
+        folder = folders[result.run or result.checkpoint]
+        step = f"{result.step:,}" if result.step is not None else ""
+        names.append("/".join(filter(None, (folder, step))) if len(folders) > 1 or not step else step)
+    return names
 
 
 def short_names(paths: Iterable[str]) -> dict[str, str]:
@@ -269,8 +266,10 @@ def _perplexity(value: float | None) -> str:
 
 
 def results_picture(results: Sequence[Result]) -> bytes:
-    """Return a PNG with a line for each task and each set, of each run over its steps where all checkpoints have
-    one.
+    """Return a PNG with a line for each task and each set, of each run over its steps where all checkpoints have one.
+
+    Args:
+        results: of the same tasks and sets.
     """
     metrics = {name: task.metric for result in results for name, task in result.tasks.items()}
     shares = [name for name, metric in metrics.items() if is_share(metric)]
@@ -279,27 +278,20 @@ def results_picture(results: Sequence[Result]) -> bytes:
     titles = ("tasks, with 95% intervals", "percent"), ("tasks, with 95% intervals", "bits per byte, or nats")
     parts = [part for part in ((shares, *titles[0]), (others, *titles[1]), (sets, "perplexity", None)) if part[0]]
 
+    def point(result: Result, name: str, unit: str | None) -> tuple[float | None, float]:
+        if unit is None:
+            return result.perplexity[name].perplexity, 0.0
+        value, scale = result.headline(name), 100 if unit == "percent" else 1
+        return scale * value.value, scale * STANDARD_ERRORS * value.standard_error
+
     def draw(panels: Any) -> None:
         for (names, title, unit), axes in zip(parts, panels[0], strict=True):
             use_many_colours(axes)
             for name in names:
                 for line, placed in lines_of(results).items():
+                    points = [(place, *point(result, name, unit)) for place, result in placed]
                     label = f"{name} ({line})" if line else name
-                    if unit is None:
-                        points = [(place, r.perplexity[name].perplexity) for place, r in placed if name in r.perplexity]
-                        axes.plot(*zip(*points, strict=True), label=label, marker=".", linewidth=1)
-                        continue
-                    scale = 100 if unit == "percent" else 1
-                    values = [(place, r.headline(name)) for place, r in placed if name in r.tasks]
-                    axes.errorbar(
-                        [place for place, _ in values],
-                        [scale * value.value for _, value in values],
-                        [scale * STANDARD_ERRORS * value.standard_error for _, value in values],
-                        label=label,
-                        marker=".",
-                        linewidth=1,
-                        elinewidth=0.5,
-                    )
+                    axes.errorbar(*zip(*points, strict=True), label=label, marker=".", linewidth=1, elinewidth=0.5)
             axes.set(title=title, ylabel=unit)
             if unit is None:
                 set_logarithmic(axes.yaxis)

@@ -23,7 +23,7 @@ def step(run: str, number: int) -> str:
         ([step("a", 40), step("b", 40), step("b", 80)], ["a/40", "b/40", "b/80"]),
         ([step("x/run", 40), step("y/run", 80)], ["x/run/40", "y/run/80"]),
         (["a/x/hf", "b/x/hf"], ["a/x/hf", "b/x/hf"]),
-        (["exports/a", step("b", 40)], ["a", "40"]),
+        (["exports/a", step("b", 40)], ["a", "b/40"]),
     ],
 )
 def test_a_name_is_as_much_of_the_path_as_differs(checkpoints: list[str], names: list[str]) -> None:
