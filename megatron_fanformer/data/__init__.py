@@ -1,1 +1,4 @@
-"""Token files, and the samples and micro batches that a training run reads from them."""
+"""Token files, and the samples and micro batches that a run reads from them.
+
+From a token file to a batch: `token_files`, `check`, `datasets` (with `samples`), `batches`.
+"""

@@ -45,17 +45,14 @@ def micro_batches(
 ) -> Generator[dict[str, Tensor], None, None]:
     """Yield this data-parallel rank's micro batches, one after the other, without end.
 
-    Its `close` ends the loader processes; in the hands of the garbage collector, torch waits five seconds for each.
+    They are `tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), each [b, s], on the CPU; and
+    `document_ids` (int32), [b, s], where the samples have them. Errors are the dataset's.
 
     The k-th micro batch from here on is the b samples from consumed_samples + (k * dp + r) * b on, where r is the
-    rank and dp the number of ranks. So a step of m micro batches takes the next m * dp * b samples in order,
-    on whatever ranks, and a resumed run skips what it has consumed. Past its end the dataset starts over.
+    rank and dp the number of ranks. So a step of m micro batches takes the next m * dp * b samples in order, on
+    whatever ranks, and a resumed run goes on where it stopped. Past its end the dataset starts over.
 
-    Yields `tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), each [b, s], on the CPU; and
-    `document_ids` (int32), [b, s], where the samples have them.
-
-    Raises:
-        FanformerError: the error of the dataset, also from a loader process.
+    `close` ends the loader processes; in the hands of the garbage collector, torch waits five seconds for each.
     """
     numbers = sample_numbers(
         len(dataset),
@@ -181,8 +178,7 @@ def shared_batches(
 ) -> Generator[dict[str, Tensor], None, None]:
     """Return the micro batches of a stream that the group's first rank opens, on all ranks of the group.
 
-    Taking one is a collective call; all ranks take as many, and no more than the stream has. In a group of one rank
-    they are the stream itself.
+    Taking one is a collective call. In a group of one rank they are the stream itself.
 
     Args:
         read: opens the stream, of `data.batches.BATCH_FIELDS` (and `document_ids`, where `has_document_ids` says so),

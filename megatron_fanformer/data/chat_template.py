@@ -300,9 +300,6 @@ def find_template(
     That is `chat_template.jinja`, or `chat_template` in `tokenizer_config.json`, in the tokenizer's folder. Special
     tokens are those of `tokenizer_config.json`; where it states no `eos_token`, and wherever `eod_id` is given, the end
     of text is the tokenizer's own piece.
-
-    Raises:
-        InputError: there is none, or it cannot be read, or is not valid Jinja.
     """
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template

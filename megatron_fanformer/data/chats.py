@@ -52,10 +52,8 @@ class ChatFiles:
     def __getitem__(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Return a conversation's ids, [t] int64, and which of them are learned, [t] bool.
 
-        Raises:
-            IndexError: there is no such conversation.
-            CorruptError: the mask holds something else than 0 and 1, or nothing is learned, which `prepare --chat`
-                never writes.
+        Raises CorruptError where the mask holds something else than 0 and 1, or nothing is learned, which
+        `prepare --chat` never writes.
         """
         start, count = int(self.starts[number]), int(self.lengths[number])
         ids, mask = (array[start : start + count] for array in self._mapped)
@@ -83,9 +81,7 @@ def is_row_folder(path: str | Path) -> bool:
 def open_chats(prefix: str) -> ChatFiles:
     """Open a prefix of `prepare --chat`, or a folder in the form of OLMo's script.
 
-    Raises:
-        InputError: no such files, or token files without a mask.
-        CorruptError: files that disagree with one another, or with their manifest.
+    Raises InputError for missing files, CorruptError for those that disagree with one another or with their manifest.
     """
     if is_row_folder(prefix):
         return _open_rows(prefix.rstrip("/"))
@@ -140,10 +136,7 @@ def _mask_blocks(mask: Path, row: int = 1) -> Iterator[np.ndarray]:
 
 
 def count_learned(mask: Path) -> int:
-    """Return the learned tokens of a file of masks, which is read from end to end.
-
-    Raises CorruptError for a byte that is neither 0 nor 1.
-    """
+    """Return the learned tokens of a file of masks, which is read from end to end."""
     total = 0
     for block in _mask_blocks(mask):
         if block.max() > 1:
@@ -156,10 +149,7 @@ def count_learned(mask: Path) -> int:
 
 
 def parse_chats(items: Sequence[Word]) -> Blend:
-    """Read a list of chats' prefixes, one list entry per word; a prefix that is named twice counts twice.
-
-    Raises InputError for an empty list, for weights, or for a blend file that cannot be read.
-    """
+    """Read a list of chats' prefixes, one list entry per word; a prefix that is named twice counts twice."""
     words = blend_words(items)
     if not words:
         raise InputError("the list is empty; name at least one prefix that prepare --chat has written")
@@ -190,9 +180,7 @@ def chat_problems(name: str, items: Sequence[Word]) -> list[str]:
 class Conversations:
     """Conversations of a set of chats, numbered source after source; with a split, those of one part of each source.
 
-    Raises:
-        InputError: no such files, or a part without conversations.
-        CorruptError: files that disagree with one another.
+    Raises InputError for a part without conversations, and the errors of `open_chats`.
     """
 
     def __init__(self, blend: Blend, *, split: str | None = None, part: int = TRAIN) -> None:

@@ -242,12 +242,7 @@ class Copies:
     """Paths of the copies of manifests, by URL."""
 
     def fill(self) -> None:
-        """Copy the missing files to this node.
-
-        Raises:
-            InputError: there is no room for it, or the folder cannot be written.
-            FanformerError: a store does not serve a file.
-        """
+        """Copy the missing files to this node. Raises InputError where there is no room for them."""
         with only_one_at_a_time(self.folder):
             missing = {
                 path: file
@@ -270,7 +265,7 @@ class Copies:
                         write_atomically(path, content)
             with ThreadPoolExecutor(COPYING_THREADS) as threads:
                 for path, _ in zip(missing, threads.map(copy_to, missing.values(), missing), strict=True):
-                    logger.info("copied %s", path)
+                    logger.debug("copied %s", path)
 
 
 def _copied(data: CheckedData, folder: Path) -> CheckedData:
@@ -295,11 +290,7 @@ def _with_paths(source: Source, paths: dict[str, str]) -> Source:
 
 
 def _copies_of(sources: Sequence[Source], folder: Path) -> Copies:
-    """Return the copies that sources need, whose files on other stores were looked up.
-
-    Raises:
-        InputError: a file does not exist.
-    """
+    """Return the copies that sources need, whose files on other stores were looked up."""
     copies = Copies(folder)
     for source in sources:
         for url, prefix in zip(source.paths, source.prefixes, strict=True):

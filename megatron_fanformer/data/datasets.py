@@ -60,16 +60,15 @@ def build_datasets(
 ) -> Datasets:
     """Build the datasets; a collective call where torch.distributed is initialised.
 
-    The steps of `config.stages` count batches of `global_batch_size`. Without `data`, rank 0 checks the files.
-    `valid_samples` is the number of samples of each validation set, None for one epoch of it. A set is
-    repeated, reshuffled each time, until it has that many samples. With more than one epoch of .bin and
-    .idx pairs, megatron-core's shuffle depends on that number: a resumed run must keep its
-    `train_samples`. The order of samples from .npy files does not depend on it.
+    A set is repeated, reshuffled each time, until it has its number of samples. With more than one epoch of .bin and
+    .idx pairs, megatron-core's shuffle depends on that number: a resumed run must keep its `train_samples`. The order
+    of samples from .npy files does not depend on it.
 
-    Raises:
-        InputError: a blend that cannot be read, missing files, a set with no whole sample, a split that
-            leaves a part without documents, an index cache that cannot be written or is not shared by all nodes.
-        CorruptError: token files that disagree with their index or their manifest.
+    Args:
+        valid_samples: the number of samples of each validation set; None: one epoch of it.
+        global_batch_size: counts the steps of `config.stages`.
+        data: the token files; None: rank 0 checks them. Errors are those of `check_files`, `SampleCounts.check` and
+            `indices_in`.
     """
     if config.is_chats:
         sizes = {"seq_length": seq_length, "seed": seed, "vocab_size": vocab_size}
@@ -309,16 +308,12 @@ class _DatasetBuilder:
 def indices_in(cache: Path, identity: Any) -> Iterator[Path]:
     """Yield the folder for the indices of a dataset, while it is being built; to be entered by every rank.
 
-    megatron-core builds indices on rank 0, writes them file by file under their final names, and assumes that they are
-    complete as soon as all names exist; the names do not depend on the data. So each dataset has a folder of its own,
-    named after everything that its indices depend on, which is marked once it is complete. Folders that a killed job
-    left half written are built again. Rank 0, the only one that writes, holds the cache's lock meanwhile.
+    megatron-core writes indices file by file under their final names, and assumes that they are complete as soon as all
+    names exist; the names do not depend on the data. So each dataset has a folder of its own, named after its
+    `identity`: all that its indices depend on, as plain JSON values. It is marked once it is complete; what a killed
+    job left is built again. Rank 0, the only one that writes, holds the cache's lock meanwhile.
 
-    Args:
-        identity: all that the indices depend on, as plain JSON values.
-
-    Raises:
-        InputError: on every rank, the cache cannot be written; on a rank, it does not see the files of rank 0.
+    Raises InputError where the cache cannot be written, or a rank does not see the files of rank 0.
     """
     folder = cache / hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
     locks: list[int] = []  # on rank 0: the cache's

@@ -89,11 +89,7 @@ class DataFingerprint(_Part, frozen=True, kw_only=True):
 
 
 def fingerprint_from_plain(values: Any, where: Path) -> DataFingerprint | None:
-    """Return the fingerprint in a checkpoint; None for a checkpoint of a version that recorded none.
-
-    Raises:
-        CorruptError: it is not one; names the file `where`.
-    """
+    """Return the fingerprint in a checkpoint, `where`; None for a checkpoint of a version that recorded none."""
     if values is None:
         return None
     try:
@@ -127,11 +123,8 @@ def fingerprint_data(
     """Return the fingerprint of a run's data.
 
     Args:
-        mixes: of the run, in their order; none: it has one.
         samples: the number of training samples requested, where their order depends on it.
-
-    Raises:
-        InputError, CorruptError: a file or the tokenizer cannot be read.
+        mixes: of the run, in their order; none: it has one.
     """
     paths = [(source, facts) for source in data.sources() for facts in _file_facts(config, source, data)]
     remote = {file.url: file for file in data.remote_files}
@@ -187,12 +180,7 @@ def _content(path: str, remote: RemoteFile | None, cache: Path) -> str:
 
 
 def file_fingerprint(path: Path) -> str:
-    """Return the hexadecimal hash of a file's size and of blocks spread evenly over it; of a small file it is of every
-    byte.
-
-    Raises:
-        CorruptError: it cannot be read.
-    """
+    """Return the hexadecimal hash of a file's size and of blocks spread over it; of every byte if it is small."""
     try:
         with path.open("rb") as stream:
             size = os.fstat(stream.fileno()).st_size

@@ -136,11 +136,7 @@ def open_ledger(prefix: str) -> "Ledger | None":
 
 
 class Ledger:
-    """An opened ledger.
-
-    Raises:
-        CorruptError: it cannot be read as one; or, on another store, as `RemoteFile.read`.
-    """
+    """An opened ledger. Raises CorruptError where it cannot be read as one, or does not cover the tokens."""
 
     def __init__(self, path: Path | RemoteFile) -> None:
         from pyarrow import parquet
@@ -160,11 +156,7 @@ class Ledger:
         self._group = lru_cache(CACHED_GROUPS)(self._read_group)
 
     def documents(self, first_token: int, length: int) -> list[LedgerRow]:
-        """Return the documents that contain any of these tokens, in order; refused conversations are left out.
-
-        Raises:
-            CorruptError: the ledger does not cover all of them.
-        """
+        """Return the documents that contain any of these tokens, in order; refused conversations are left out."""
         end = first_token + length
         rows: list[LedgerRow] = []
         place = max(0, bisect.bisect_right(self._starts, first_token) - 1)

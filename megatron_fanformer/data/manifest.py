@@ -190,12 +190,7 @@ def manifest_path(prefix: str) -> Path:
 
 
 def read_any_manifest(prefix: str) -> Manifest | PartManifest | None:
-    """Return the manifest of a prefix, which may be a URL, or None where there is none.
-
-    Raises:
-        CorruptError: it is unreadable.
-        InputError, FanformerError: its store does not serve it.
-    """
+    """Return the manifest of a prefix, which may be a URL; None where there is none, CorruptError if unreadable."""
     path = prefix + MANIFEST_SUFFIX
     try:
         if is_url(path):
@@ -220,10 +215,7 @@ def manifest_from(content: bytes, path: str) -> Manifest | PartManifest:
 
 
 def token_files_record(prefix: str) -> TokenFiles | None:
-    """Return a manifest's entry for the files of exactly this prefix; None where there is no manifest of them.
-
-    Raises CorruptError for an unreadable manifest.
-    """
+    """Return the entry of a manifest for the files of exactly this prefix; None where there is no manifest of them."""
     manifest = read_any_manifest(prefix)
     return record_of(prefix, manifest) if manifest else None
 
@@ -232,8 +224,6 @@ def manifest_of(prefix: str, suffix: str, size: int) -> tuple[Manifest | PartMan
     """Return the manifest beside a file of token ids, of `size` bytes, and its entry for it.
 
     None where there is none, or it is another file's: one that was replaced, of another size, or under another name.
-
-    Raises CorruptError for an unreadable manifest.
     """
     manifest = read_any_manifest(prefix)
     record = record_of(prefix, manifest) if manifest else None

@@ -104,12 +104,7 @@ def _driver_of(url: str) -> Any:
 
 
 def _request(url: str, method: str, *, refused_is_missing: bool = False, **options: Any) -> Any:
-    """Call a method of a store's driver with the path of a URL; return None where there is no such file.
-
-    Raises:
-        InputError: there is no driver for the store, no right to use it, or it does not serve ranges.
-        FanformerError: it does not answer.
-    """
+    """Call a method of a store's driver with the path of a URL; return None where there is no such file."""
     attempt = functools.partial(_attempt, url, method, options, refused_is_missing)
     return query(url, attempt, pauses=PAUSES_SECONDS, patience=PATIENCE_SECONDS, log=_log)
 

@@ -61,12 +61,7 @@ def shuffled(samples: int, *, seed: int, epoch: int) -> np.ndarray:
 def epoch_order(samples: int, *, seed: int, epoch: int, cache: Path | None = None) -> np.ndarray:
     """Return `shuffled`; a large order is stored in a file, named by all that decides it, and mapped.
 
-    Args:
-        cache: folder of the files; None: every order is made in memory.
-
-    Raises:
-        InputError: the folder cannot be written.
-        CorruptError: the stored order cannot be read.
+    Without a `cache`, the folder of such files, every order is made in memory.
     """
     if cache is None or samples < LEAST_STORED:
         return shuffled(samples, seed=seed, epoch=epoch)

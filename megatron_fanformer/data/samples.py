@@ -40,10 +40,7 @@ class NpyDataset(Epochs):
         samples: int | None = None,
         cache: Path | None = None,
     ) -> None:
-        """See Epochs; ids are below `vocab_size`.
-
-        Raises InputError if the files hold no whole sample, or `cache` cannot be written.
-        """
+        """See Epochs; ids are below `vocab_size`, or CorruptError is raised where one is read."""
         super().__init__(whole_samples(files, seq_length), seed=seed, samples=samples, cache=cache)
         self.files, self.seq_length = files, seq_length
         self._vocab_size = vocab_size
@@ -53,9 +50,6 @@ class NpyDataset(Epochs):
         """Return `tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), each [seq_length].
 
         Labels are the sample's own tokens shifted by one, so that the last position has none: its mask is 0.
-
-        Raises:
-            CorruptError: a file holds an id outside the vocabulary.
         """
         file, first = self.place(index)
         ids = file.read(first, self.seq_length)
@@ -88,7 +82,7 @@ class ChatDataset(Epochs):
     def __init__(
         self, conversations: Conversations, *, seq_length: int, seed: int, vocab_size: int, samples: int | None = None
     ) -> None:
-        """See Epochs; ids are below `vocab_size`."""
+        """See Epochs; ids are below `vocab_size`, or CorruptError is raised where one is read."""
         self.conversations, self.seq_length = conversations, seq_length
         self._vocab_size = vocab_size
         self._packing = pack(conversations.lengths, seq_length, seed=seed)
@@ -98,9 +92,6 @@ class ChatDataset(Epochs):
         """Return `tokens`, `labels`, `position_ids` (int64), `loss_mask` (float32), `document_ids` (int32), [s].
 
         The rest behind the last conversation is a document of zeros, without a loss.
-
-        Raises:
-            CorruptError: a file holds an id outside the vocabulary.
         """
         tokens, labels, positions = (np.zeros(self.seq_length, np.int64) for _ in range(3))
         mask, documents = np.zeros(self.seq_length, np.float32), np.zeros(self.seq_length, np.int32)

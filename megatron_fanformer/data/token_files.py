@@ -299,11 +299,7 @@ class PairReader:
         return begin // self._dtype.itemsize, (end - begin) // self._dtype.itemsize
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Return [length] tokens of sequence `idx` from its token `offset` on; None: all that follow.
-
-        Raises:
-            CorruptError: an id is outside the vocabulary.
-        """
+        """Return [length] tokens of sequence `idx` from its token `offset` on; None: all that follow."""
         begin, whole = self.place(int(idx))
         first = begin + offset
         count = whole - offset if length is None else int(length)
