@@ -10,7 +10,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,14 +111,15 @@ def parse_blend(items: Sequence[Word]) -> Blend:
         stray = next((word for word, number in zip(words, numbers, strict=True) if number is not None), None)
         if stray is not None:
             raise InputError(f"{stray!r} is a weight where others are missing; give every prefix a weight, or none")
-        return Blend(_npy_as_one(map(_source, words)), None)
-    weights, names = numbers[0::2], words[1::2]
-    if len(weights) != len(names) or any(weight is None for weight in weights):
-        raise InputError(f"{_shown(words)} does not alternate; write weight prefix weight prefix …")
-    positive = [weight for weight in weights if weight is not None and 0 < weight < math.inf]
-    if len(positive) < len(weights):
-        raise InputError(f"a weight of {_shown(words)} is not a positive number; leave such a prefix out")
-    return Blend([_source(name) for name in names], positive)
+        return Blend(_npy_as_one([_source(word) for word in words]), None)
+    text = " ".join(words)
+    shown = repr(text if len(text) <= 200 else text[:200] + " …")  # a blend file may have thousands
+    weights = [number for number in numbers[0::2] if number is not None]
+    if 2 * len(weights) != len(words):
+        raise InputError(f"{shown} does not alternate; write weight prefix weight prefix …")
+    if not all(0 < weight < math.inf for weight in weights):
+        raise InputError(f"a weight of {shown} is not a positive number; leave such a prefix out")
+    return Blend([_source(name) for name in words[1::2]], weights)
 
 
 def as_weight(word: str) -> float | None:
@@ -127,11 +128,6 @@ def as_weight(word: str) -> float | None:
         return float(word)
     except ValueError:
         return None
-
-
-def _shown(words: list[str]) -> str:
-    text = " ".join(words)
-    return repr(text if len(text) <= 200 else text[:200] + " …")  # a blend file may have thousands
 
 
 def blend_words(items: Sequence[Word]) -> list[str]:
@@ -197,22 +193,22 @@ def _some(word: str, files: list[str]) -> tuple[str, ...]:
     return tuple(files)
 
 
-def _npy_as_one(sources: Iterable[Source]) -> list[Source]:
+def _npy_as_one(sources: Sequence[Source]) -> list[Source]:
     """Return all .npy files as one source, in the place of the first of them."""
-    parsed = list(sources)
-    files = tuple(path for source in parsed if source.is_npy for path in source.paths)
-    first = next((number for number, source in enumerate(parsed) if source.is_npy), None)
-    return [
-        Source(files) if source.is_npy else source
-        for number, source in enumerate(parsed)
-        if not source.is_npy or number == first
-    ]
+    files = Source(tuple(path for source in sources if source.is_npy for path in source.paths))
+    merged: list[Source] = []
+    for source in sources:
+        if not source.is_npy:
+            merged.append(source)
+        elif files not in merged:
+            merged.append(files)
+    return merged
 
 
 def blend_problems(name: str, items: Sequence[Word]) -> list[str]:
     """List the problems of a blend; `name` is the setting that holds it. No file is opened except a blend file.
 
-    Whether files on other stores exist, their survey finds.
+    Those on other stores are looked up by `check_files`.
     """
     try:
         blend = parse_blend(items)
@@ -233,10 +229,8 @@ def blend_problems(name: str, items: Sequence[Word]) -> list[str]:
 def _remedy(source: Source) -> str:
     if source.is_npy:
         return "name .npy files of token ids"
-    prefix = source.paths[0]
-    near = [f"{prefix}{NPY_SUFFIX}", f"{prefix}.blend"]
-    for name, path in zip((near[0], "@" + near[1]), near, strict=True):
-        if Path(path).is_file():
+    for name in (f"{source.paths[0]}{NPY_SUFFIX}", f"@{source.paths[0]}.blend"):
+        if Path(name.removeprefix("@")).is_file():
             return f"name {name}"
     return "name the prefix of a .bin and .idx pair, as prepare writes it"
 

@@ -4,6 +4,7 @@ Each source goes on from its own place: samples that one mix has drawn of it are
 """
 
 import bisect
+import functools
 import os.path
 import re
 from collections import Counter
@@ -16,7 +17,7 @@ import numpy as np
 
 from megatron_fanformer.data.blends import Blend, Source, Word, blend_problems, parse_blend
 from megatron_fanformer.data.sample_order import Epochs
-from megatron_fanformer.errors import InputError, redacted
+from megatron_fanformer.errors import InputError, collect_problems, redacted
 from megatron_fanformer.options import count_of
 
 START = re.compile(r"from (?P<unit>step|token) (?P<number>\S+)")
@@ -61,11 +62,9 @@ def ordered(first: Blend, later: Mapping[str, Blend], *, global_batch_size: int,
         first: the blend of `data.train_data`.
         later: those of `data.stages`, by their names.
     """
-    mixes = [Mix(FIRST_MIX, 1, 0, first)]
-    for name, blend in later.items():
-        step = first_step(name, batch_tokens=global_batch_size * seq_length)
-        mixes.append(Mix(name, step, (step - 1) * global_batch_size, blend))
-    return sorted(mixes, key=lambda mix: mix.first_step)
+    steps = {name: first_step(name, batch_tokens=global_batch_size * seq_length) for name in later}
+    mixes = [Mix(name, step, (step - 1) * global_batch_size, later[name]) for name, step in steps.items()]
+    return [Mix(FIRST_MIX, 1, 0, first), *sorted(mixes, key=lambda mix: mix.first_step)]
 
 
 def with_ends(mixes: Sequence[Any], samples: int) -> list[tuple[Any, int]]:
@@ -78,12 +77,9 @@ def with_ends(mixes: Sequence[Any], samples: int) -> list[tuple[Any, int]]:
 
 def mix_problems(mixes: Mapping[str, Sequence[Word]]) -> list[str]:
     """List the problems of the names and blends of `data.stages`; token files are not opened."""
-    problems = []
+    problems: list[str] = []
     for name, items in mixes.items():
-        try:
-            first_step(name, batch_tokens=1)
-        except InputError as error:
-            problems.append(str(error))
+        collect_problems(problems, functools.partial(first_step, name, batch_tokens=1))
         problems += blend_problems(f"data.stages.{name}", items)
     return problems
 

@@ -154,7 +154,7 @@ class SampleCounts:
         """Return the weights of one of several mixes, as megatron-core has them where it is the only one of a run."""
         epochs = [self.epoch_of(source) for source in blend.sources]
         for source, epoch in zip(blend.sources, epochs, strict=True):
-            if epoch < 1 or not (source.is_npy or self._data.pair(source).tokens > self._seq_length):
+            if epoch < 1 or (not source.is_npy and self._data.pair(source).tokens <= self._seq_length):
                 raise InputError(
                     f"{self._name(source)} holds no whole sample of {self._seq_length} tokens, as every source of a "
                     "run in stages must; join it with others, or leave it out"
@@ -227,8 +227,10 @@ class SampleCounts:
         too short for a sample of its own (in either part of a split), the files' sizes are the weights, which lets them
         repeat.
         """
-        if len(blend.sources) == 1 or blend.weights is not None:
-            return blend.weights if len(blend.sources) > 1 else None
+        if len(blend.sources) == 1:
+            return None
+        if blend.weights is not None:
+            return blend.weights
         for tokens, size in parts:
             if min(tokens) <= self._seq_length or (size is not None and size > self._samples(tokens)):
                 return [float(self._data.pair(source).tokens) for source in blend.sources]

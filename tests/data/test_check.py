@@ -53,9 +53,13 @@ def test_each_file_is_looked_at_once_however_often_it_is_named(tmp_path: Path, m
 
     monkeypatch.setattr("megatron_fanformer.data.check.read_index", read)
     config = DataConfig(train_data=["1", prefix, "1", npy], valid_data={"a": [prefix], "b": [prefix, npy]})
-    survey = check_files(config, 600)
+    checked_data = check_files(config, 600)
     assert seen == [prefix]
-    assert (list(survey.pairs), list(survey.npy_files), survey.cache) == ([prefix], [npy], tmp_path / ".index_cache")
+    assert (list(checked_data.pairs), list(checked_data.npy_files), checked_data.cache) == (
+        [prefix],
+        [npy],
+        tmp_path / ".index_cache",
+    )
 
 
 def test_ids_that_manifests_state_are_checked_at_the_start(tmp_path: Path) -> None:
@@ -72,11 +76,11 @@ def test_ids_that_manifests_state_are_checked_at_the_start(tmp_path: Path) -> No
 
 def test_a_file_that_changes_during_a_run_is_named(tmp_path: Path) -> None:
     paths = [write_npy(tmp_path / f"{name}.npy", 100) for name in "ab"]
-    survey = check_files(DataConfig(train_data=paths))
-    survey.refuse_changed_files()
+    checked_data = check_files(DataConfig(train_data=paths))
+    checked_data.refuse_changed_files()
     os.utime(paths[1], (1, 1))
     with pytest.raises(CorruptError, match=r"b\.npy has changed since the run began; put it back and resume"):
-        survey.refuse_changed_files()
+        checked_data.refuse_changed_files()
 
 
 def test_chats_of_one_run_have_one_template(tmp_path: Path) -> None:
@@ -114,7 +118,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_files, "PAUSES_SECONDS", (0.01,) * 40)
 
 
-def surveyed(place: str, tmp_path: Path, blend: str = "mixed", **fields: Any) -> tuple[DataConfig, CheckedData]:
+def check_copied(place: str, tmp_path: Path, blend: str = "mixed", **fields: Any) -> tuple[DataConfig, CheckedData]:
     stated = {"staging_path": str(tmp_path / "copies"), **fields}
     config = config_of(place, tmp_path / "cache", blend, **stated)
     return config, check_files(config, VOCAB_SIZE, for_run=True)
@@ -130,21 +134,21 @@ def test_samples_and_identity_are_those_of_the_local_files(blend: str, folder: P
     wanted = fingerprint_data(local, check_files(local, VOCAB_SIZE))
     plan = Plan(0.2, seed=3)
     with planned(folder, plan) as url:
-        config, survey = surveyed(url, tmp_path, blend)
+        config, checked_data = check_copied(url, tmp_path, blend)
         sizes = {"seq_length": 64, "train_samples": 40, "valid_samples": 4, "seed": 1}
-        built = build_datasets(config, **sizes, vocab_size=VOCAB_SIZE, eod_id=0, data=survey)
+        built = build_datasets(config, **sizes, vocab_size=VOCAB_SIZE, eod_id=0, data=checked_data)
         assert_equal([built.train[number] for number in range(40)], items(local))
-        found = fingerprint_data(config, survey)
+        found = fingerprint_data(config, checked_data)
     assert found == wanted and plan.faults
 
 
 def test_what_is_there_is_not_copied_again(folder: Path, tmp_path: Path) -> None:
     plan = Plan()
     with planned(folder, plan) as url:
-        surveyed(url, tmp_path)
+        check_copied(url, tmp_path)
         assert copies(tmp_path) == ["first.bin", "first.idx", "first.manifest.json", "one.manifest.json", "one.npy"]
         plan.requests = 0
-        surveyed(url, tmp_path)
+        check_copied(url, tmp_path)
         assert plan.requests == 3 + 2, "a look-up of each file, and its manifest"
 
 
@@ -163,9 +167,9 @@ def test_copies_that_were_cut_off_are_made_good(folder: Path, tmp_path: Path, mo
         with monkeypatch.context() as patch:
             patch.setattr(check, "copy_to", stopped)
             with pytest.raises(KeyboardInterrupt):
-                surveyed(url, tmp_path)
+                check_copied(url, tmp_path)
         assert not list((tmp_path / "copies").glob(f"*/{copied[1]}"))
-        surveyed(url, tmp_path)
+        check_copied(url, tmp_path)
         for name in ("first.bin", "first.idx", "one.npy"):
             (copy,) = (tmp_path / "copies").glob(f"*/{name}")
             assert copy.read_bytes() == (folder / name).read_bytes()
@@ -175,15 +179,15 @@ def test_a_disk_without_room_is_an_input_error(folder: Path, tmp_path: Path, mon
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10, 9, 1))
     with planned(folder) as url, pytest.raises(InputError, match="room for 1 bytes, and the run's token files need"):
-        surveyed(url, tmp_path)
+        check_copied(url, tmp_path)
     assert not copies(tmp_path)
 
 
 def test_a_new_version_is_another_copy(folder: Path, tmp_path: Path) -> None:
     with planned(folder) as url:
-        surveyed(url, tmp_path, "npy")
+        check_copied(url, tmp_path, "npy")
         write_npy(folder / "one.npy", 3000, seed=9)
         write_manifest(str(folder / "one"), dtype="uint16", max_token_id=VOCAB_SIZE - 1)
-        _, survey = surveyed(url, tmp_path, "npy")
-        path = Path(survey.train.sources[0].paths[0])
+        _, checked_data = check_copied(url, tmp_path, "npy")
+        path = Path(checked_data.train.sources[0].paths[0])
         assert path.name == "one.npy" and path.read_bytes() == (folder / "one.npy").read_bytes()

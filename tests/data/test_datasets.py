@@ -207,11 +207,11 @@ def test_datatroves_files_are_npy_files_by_another_name(tmp_path: Path) -> None:
     for word in (f"{folder}", f"{folder}/*.ds", f"file://{folder}/", f"file://{folder}/*.ds"):
         for staging in (copies, None):
             config = DataConfig(train_data=[word], npy_dtype="uint32", cache_path=cache, staging_path=staging)
-            survey = check_files(config, VOCAB_SIZE, for_run=True)
+            checked_data = check_files(config, VOCAB_SIZE, for_run=True)
             sizes: dict[str, Any] = {"train_samples": 14, "valid_samples": 8, "seq_length": SEQ_LENGTH}
-            datasets = build_datasets(config, seed=1, vocab_size=VOCAB_SIZE, eod_id=1, data=survey, **sizes)
+            datasets = build_datasets(config, seed=1, vocab_size=VOCAB_SIZE, eod_id=1, data=checked_data, **sizes)
             assert torch.equal(drawn(datasets.train, 14), expected)
-            assert fingerprint_data(config, survey) == identity
+            assert fingerprint_data(config, checked_data) == identity
 
 
 def test_npy_files_and_pairs_are_drawn_by_their_weights(prefix: str, npy_files: list[str]) -> None:

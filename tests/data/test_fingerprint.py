@@ -202,9 +202,9 @@ def test_the_order_is_the_same_for_any_number_of_samples_that_repeats_no_pair(da
 def test_near_the_end_of_an_epoch_a_pair_counts_as_repeated(data: Path) -> None:
     """megatron-core asks for half a percent more of each source of a blend, and rounds up twice."""
     config = DataConfig(train_data=["1", str(data / "a"), "1", str(data / "b")])
-    survey = check_files(config)
-    counts = SampleCounts(survey, 64)
-    epoch = min(int(counts.epoch_of(source)) for source in survey.train.sources)
+    checked_data = check_files(config)
+    counts = SampleCounts(checked_data, 64)
+    epoch = min(int(counts.epoch_of(source)) for source in checked_data.train.sources)
     repeats = {n: counts.repeats_pairs(config, train_samples=n) for n in range(1, 2 * epoch + 4)}
     first = min(n for n in repeats if repeats[n])
     assert first < 2 * epoch and first / 2 * 1.005 + 3 > epoch >= (first - 1) / 2 * 1.005 + 3

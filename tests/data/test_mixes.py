@@ -51,8 +51,8 @@ def test_weights_are_divided_as_megatron_core_divides_them(tmp_path: Path) -> No
     for _ in range(20):
         weights = np.round(draw.random(22) + 0.1, 2).tolist()
         mix = [word for weight, pair in zip(weights, pairs, strict=True) for word in (str(weight), pair)]
-        survey = check_files(DataConfig(train_data=mix))
-        assert SampleCounts(survey, SEQ_LENGTH).of_mix(survey.train) == normalize(weights)
+        checked_data = check_files(DataConfig(train_data=mix))
+        assert SampleCounts(checked_data, SEQ_LENGTH).of_mix(checked_data.train) == normalize(weights)
         in_order = 0.0
         for weight in weights:
             in_order += weight
@@ -167,10 +167,10 @@ def test_stages_begin_one_after_the_other_within_the_run() -> None:
 
 
 def checked(settings: DataConfig, samples: int) -> None:
-    survey = check_files(settings)
-    mixes = ordered(survey.train, survey.mixes, global_batch_size=1, seq_length=SEQ_LENGTH)
+    checked_data = check_files(settings)
+    mixes = ordered(checked_data.train, checked_data.mixes, global_batch_size=1, seq_length=SEQ_LENGTH)
     sizes = {"train_samples": samples, "valid_samples": 1}
-    SampleCounts(survey, SEQ_LENGTH).check(settings, **sizes, mixes=mixes)
+    SampleCounts(checked_data, SEQ_LENGTH).check(settings, **sizes, mixes=mixes)
 
 
 def test_a_source_without_a_whole_sample_is_refused(data: dict[str, str], tmp_path: Path) -> None:

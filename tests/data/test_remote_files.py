@@ -175,11 +175,11 @@ def test_a_file_that_changes_during_a_run_is_an_error(folder: Path, tmp_path: Pa
     """Replaced by one of the same size, whose samples would look right; removed, it cannot be read."""
     with http_server(folder) as url:
         config = config_of(url, tmp_path / "cache")
-        survey, train = check_files(config), train_set(config)
-        survey.refuse_changed_files()
+        checked_data, train = check_files(config), train_set(config)
+        checked_data.refuse_changed_files()
         write_npy(folder / "one.npy", 3000, seed=7)
         with pytest.raises(CorruptError, match=rf"{url}/one.npy is another file than when the run began; put it back"):
-            survey.refuse_changed_files()
+            checked_data.refuse_changed_files()
         for name in ("one.npy", "two.npy"):
             (folder / name).unlink()
         with pytest.raises(CorruptError, match=rf"{url}/(one|two).npy is no longer there; put it back and resume"):
@@ -335,5 +335,5 @@ def test_manifests_that_may_not_be_read_count_as_none(
 
     monkeypatch.setattr(PlannedFiles, "cat_file", cat_file)
     with planned(folder) as url:
-        survey = check_files(config_of(url, tmp_path / "cache"), VOCAB_SIZE)
-    assert [file.max_token_id for file in survey.npy_files.values()] == [None, None]
+        checked_data = check_files(config_of(url, tmp_path / "cache"), VOCAB_SIZE)
+    assert [file.max_token_id for file in checked_data.npy_files.values()] == [None, None]

@@ -47,7 +47,7 @@ def write_npy(path: Path, tokens: int, *, seed: int = 0, dtype: str = "<u2") -> 
 def build(
     config: DataConfig, train_samples: int = 50, valid_samples: int | None = 8, *, seq_length: int = 64, seed: int = 1
 ) -> Datasets:
-    """The datasets of a configuration, without a survey from before."""
+    """The datasets of a configuration, whose files have not been checked."""
     sizes: dict[str, Any] = {"train_samples": train_samples, "valid_samples": valid_samples}
     return build_datasets(config, seq_length=seq_length, seed=seed, vocab_size=VOCAB_SIZE, eod_id=1, **sizes)
 
