@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 
 from megatron_fanformer.cli import main
 from megatron_fanformer.convert.recognition import find_checkpoint
@@ -33,23 +32,10 @@ def greedy(run_folder):
     return run(run_folder)
 
 
-def test_text_follows_the_prompt(greedy):
-    assert greedy.prompt_ids == [ord(character) for character in PROMPT]
-    assert len(greedy.ids) == 24
-    assert greedy.text == "".join(map(chr, greedy.ids))
-
-
 def test_a_checkpoint_its_export_and_a_choice_of_one_token_give_the_same_text(greedy, run_folder, exported_folder):
     assert run(find_checkpoint(run_folder)).ids == greedy.ids
     assert run(exported_folder).ids == greedy.ids
     assert run(run_folder, temperature=2.0, top_k=1).ids == greedy.ids
-
-
-def test_text_depends_on_the_seed_alone(run_folder, exported_folder):
-    first = run(run_folder, temperature=1.0, seed=3).ids
-    torch.manual_seed(5)
-    assert run(exported_folder, temperature=1.0, seed=3).ids == first
-    assert run(run_folder, temperature=1.0, seed=4).ids != first
 
 
 def test_an_empty_prompt_starts_a_document(run_folder):
