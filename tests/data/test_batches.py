@@ -65,12 +65,6 @@ def test_all_ranks_together_take_the_samples_in_order(ranks: int, size: int) -> 
     assert interleaved == list(range(7, 7 + 5 * ranks * size))
 
 
-def test_a_resumed_stream_goes_on_where_the_first_one_was() -> None:
-    straight = drawn(6, micro_batch_size=2, data_parallel_rank=1, data_parallel_size=2)
-    resumed = drawn(3, micro_batch_size=2, data_parallel_rank=1, data_parallel_size=2, consumed_samples=12)
-    assert resumed == straight[3:]
-
-
 def test_loader_processes_do_not_change_the_order(run_on_ranks: Callable[..., list[Any]]) -> None:
     in_processes = partial(drawn, micro_batch_size=2, num_workers=2)  # which a rank forks
     assert run_on_ranks(1, in_processes, 6) == [drawn(6, micro_batch_size=2)]

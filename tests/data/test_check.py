@@ -42,26 +42,6 @@ def test_the_tokens_of_parts_are_counted_as_the_index_is_read(
     assert (facts.sequences, facts.tokens, len(PART_NAMES)) == (40, lengths.sum(), 3)
 
 
-def test_each_file_is_looked_at_once_however_often_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prefix = write_pair(tmp_path / "samples", [[90], [80]])
-    npy = write_npy(tmp_path / "a.npy", 100)
-    seen: list[str] = []
-
-    def read(prefix: str, parts: dict[int, tuple[float, float]], **named: object) -> object:
-        seen.append(prefix)
-        return read_index(prefix, parts)
-
-    monkeypatch.setattr("megatron_fanformer.data.check.read_index", read)
-    config = DataConfig(train_data=["1", prefix, "1", npy], valid_data={"a": [prefix], "b": [prefix, npy]})
-    checked_data = check_files(config, 600)
-    assert seen == [prefix]
-    assert (list(checked_data.pairs), list(checked_data.npy_files), checked_data.cache) == (
-        [prefix],
-        [npy],
-        tmp_path / ".index_cache",
-    )
-
-
 def test_ids_that_manifests_state_are_checked_at_the_start(tmp_path: Path) -> None:
     """Also of files on other stores; those without a manifest are checked as they are read."""
     unread, stated = write_npy(tmp_path / "unread.npy", 100), write_npy(tmp_path / "stated.npy", 90)

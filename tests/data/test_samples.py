@@ -1,7 +1,6 @@
 """Samples of .npy files in the authors' order, the tokens that samples are made of, and the marks of documents."""
 
 import itertools
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -72,23 +71,6 @@ def test_labels_are_the_samples_own_tokens_and_the_last_is_masked(paths: list[st
     assert torch.equal(item["labels"][:-1], item["tokens"][1:])
     assert item["loss_mask"].tolist() == [1.0] * (SEQ_LENGTH - 1) + [0.0]
     assert item["position_ids"].tolist() == list(range(SEQ_LENGTH))
-
-
-def test_loader_processes_do_not_change_the_order(paths: list[str]) -> None:
-    """Over the end of an epoch."""
-
-    def drawn(num_workers: int) -> list[list[list[int]]]:
-        batches = micro_batches(
-            dataset_of(paths, samples=3 * SAMPLES),
-            consumed_samples=SAMPLES - 5,
-            micro_batch_size=2,
-            data_parallel_rank=1,
-            data_parallel_size=2,
-            num_workers=num_workers,
-        )
-        return [batch["tokens"].tolist() for batch in islice(batches, 6)]
-
-    assert drawn(0) == drawn(2)
 
 
 # -- where a sample's tokens are in the token files
