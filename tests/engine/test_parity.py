@@ -63,7 +63,11 @@ def compare_on_engine(pool: RankPool, file: Path, layouts: tuple[str, ...], **op
 
 def assert_close(result: ParityResult) -> None:
     """As layouts of the local layers, but for the first loss: by other formulas, it has other last places."""
-    test_matrix.assert_close(result, first_loss=test_matrix.LOSSES)
+    result.check()
+    for layout in result.layouts:
+        assert layout.differences is not None
+        assert max(layout.differences.tensors["gradients"].values()) <= test_matrix.GRADIENTS, layout.name
+        assert max(layout.differences.losses) <= test_matrix.LOSSES, layout.name
 
 
 @pytest.fixture(scope="module")

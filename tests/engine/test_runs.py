@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_fanformer.checkpoint.saving import CheckpointSaver
-from megatron_fanformer.checkpoint.stored_files import STATE_PREFIX, read_table
+from megatron_fanformer.checkpoint.stored_files import read_table
 from megatron_fanformer.model.config import KernelsConfig
 from megatron_fanformer.train.metrics import read_metrics
 from megatron_fanformer.train.optimizer import single_optimizers
@@ -18,7 +18,6 @@ from tests.checkpoint.states import Pieces, layers_for, load_and_train, small_mo
 from tests.generate.making import all_logits, cached_logits, with_model, write_checkpoint, write_tokenizer
 from tests.small_runs import small_run, write_tokens
 from tests.train.layouts import gather
-from tests.train.momentum import NAME, registered
 from tests.train.test_trainer import make_runs, numbers, stored_tensors, train
 
 RunOnRanks = Callable[..., list[Any]]
@@ -119,7 +118,6 @@ def loaded(layout: str, kernels: KernelsConfig, dtype: torch.dtype, folder: Path
         return run.pieces(), run.take_steps(2)
 
 
-SECOND = OptimizerConfig(name=NAME)
 LOCAL, ENGINE = (KernelsConfig(transformer_impl=name) for name in ("local", "transformer_engine"))
 
 
@@ -148,27 +146,6 @@ def test_a_checkpoint_of_either_layers_loads_in_the_others(
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
     bound = 1e-5 if dtype == torch.float32 else 5e-3  # between implementations, of losses of about 4.6
     assert loading[0][1] == pytest.approx(saving[0][1], abs=bound, rel=0)
-
-
-# -- a second optimizer
-
-
-def states_of_the_second() -> set[str]:
-    with (
-        registered(),
-        training(
-            "dp2", small_model(num_layers=2), dtype=torch.bfloat16, device="cuda", kernels=ENGINE, recipe=SECOND
-        ) as run,
-    ):
-        run.take_steps(2)
-        return {
-            name.removeprefix(STATE_PREFIX).split(".")[0] for name, *_ in run.pieces() if name.startswith(STATE_PREFIX)
-        }
-
-
-def test_a_second_optimizer_takes_the_place_of_the_engines_adam(run_on_engine_ranks: RunOnRanks) -> None:
-    found = run_on_engine_ranks(2, states_of_the_second)
-    assert set.union(*found) == {"param", "momentum_buffer", "exp_avg", "exp_avg_sq"}
 
 
 # -- moments in bf16
