@@ -1,1 +1,1 @@
-"""The paper's experiments: sweeps and probes, the fits of what they measured, and the reports."""
+"""The paper's experiments: sweeps, probes and reports."""

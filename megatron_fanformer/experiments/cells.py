@@ -25,7 +25,7 @@ from megatron_fanformer.train.metrics import PERPLEXITY_LOSS_SUFFIX
 
 Axes = dict[str, dict[str, dict[str, Any] | None]]
 LOSS = "loss"  # the training loss
-FITTED = ("parameters", "tokens")  # what a power law is fitted over
+FITTED = ("parameters", "tokens")  # the axes of power laws
 OVERRIDDEN = ("training.run_dir", "training.seed")
 """Fields that every cell sets for itself."""
 ENDING_EARLY = ("training.exit_interval", "training.exit_duration_in_mins")
@@ -77,7 +77,7 @@ class ReportConfig:
     """With a power law: the share of the baseline's parameters, or tokens, that the paper's model needs for its
     loss."""
     same_settings: bool = False
-    """Whether model, data and length are the paper's."""
+    """True if model, data and length are the paper's."""
 
     def problems(self) -> Iterator[str]:
         """Yield the rules of single fields that this section breaks."""
@@ -144,7 +144,7 @@ class SweepConfig:
                 if "." not in name:
                     problems.append(f"{where} has {name!r}, no field by its dotted name; write section.field")
                 elif name in OVERRIDDEN:
-                    problems.append(f"{where} has {name}, which each cell has its own of; leave it out")
+                    problems.append(f"{where} has {name}, which the sweep sets for each cell; leave it out")
         problems += self._axis_problems()
         if not problems and self.num_cells > self.limit:
             problems.append(f"the axes and seeds make {self.num_cells:,} cells, more than limit {self.limit}; raise it")
@@ -193,7 +193,7 @@ class Cell:
     points: dict[str, str]
     """Its point on each axis."""
     tunes: bool
-    """Whether it serves to choose the best point of `tune`, not the comparisons."""
+    """True if it serves to choose the best point of `tune`, False if it is compared."""
     config: RunConfig
 
     @property
@@ -208,7 +208,7 @@ class Cell:
 
     @property
     def log(self) -> Path:
-        """Return the file of what its runs have printed."""
+        """Return the file of its runs' output."""
         return self.run.with_name(f"{self.name}.log")
 
     @property

@@ -267,7 +267,7 @@ def score(logits: Callable[[Tensor], Tensor], pairs: Pairs, temperature: float) 
 
 
 def _trained(runs: Runs) -> Iterator[Finding]:
-    """Check whether the models learned what they were shown: without that the hole says nothing."""
+    """Yield the accuracy on the pairs trained on: without that the hole says nothing."""
     for architecture in ARCHITECTURES:
         shares = {
             key: min(run.trained.greedy for run in of_runs) for key, of_runs in runs.items() if key[2] == architecture

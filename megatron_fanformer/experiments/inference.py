@@ -1,6 +1,6 @@
 """Prefill and decoding of a FANformer and its two twins: seconds in turns, memory measured.
 
-In each round all three models take a turn, in another order, so that what else the machine does slows all alike.
+In each round all three models take a turn, in another order, so that other work on the machine slows all alike.
 Figures are medians over the rounds, ratios those of the same round; the peak is of a whole continuation, by live
 tensors on a CPU and by the allocator on a GPU.
 """

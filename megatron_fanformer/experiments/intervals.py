@@ -1,4 +1,4 @@
-"""Intervals and tests over seeds, by Student's t; power laws of the loss, and what one curve saves another.
+"""Intervals and tests over seeds, by Student's t; power laws of the loss, and the saving of one curve over another.
 
 With five seeds, t is wide (2.78 standard errors on either side) and needs losses that are about normal; the bootstrap
 of five values is narrower than it should be (Efron and Tibshirani, An Introduction to the Bootstrap, 12.4).

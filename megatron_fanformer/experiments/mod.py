@@ -121,7 +121,7 @@ def _models(settings: ModSettings, seed: int) -> Iterator[tuple[str, nn.Module, 
 
 
 def target(t: Tensor) -> Tensor:
-    """Return what is to be fitted, in [0, 5)."""
+    """Return t mod 5, the function to fit."""
     return t.remainder(PERIOD)
 
 

@@ -1,4 +1,4 @@
-"""States and results of a sweep's cells, as the runs' folders say; the best points of a tuned axis; what is due.
+"""States and results of a sweep's cells, from the runs' folders; the best points of a tuned axis; cells that are due.
 
 An axis such as the learning rates may be tuned: every arm of a comparison is to have the point that suits it. The
 choice is by runs of the first seeds, and the comparison by the seeds after them: no arm is flattered by its own choice.
@@ -29,9 +29,9 @@ OF_MACHINE = {
     "data.allow_change",  # of one start: the trainer itself holds a run to its data
 }
 """Fields of these that do not: where a run lies, when it pauses and measures (after its last step in any case), and how
-its machine reads and computes; a run fills in what is left to the machine."""
+its machine reads and computes; a run fills in the fields that are left to the machine."""
 CUTTING = ("chunking", "chunk_tokens", "limit_tokens", "npy_dtype", "eod_id")
-"""Fields of `evaluation.perplexity` that decide which tokens of a set are scored, and what is before them."""
+"""Fields of `evaluation.perplexity` that decide which tokens of a set are scored, and their context."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Outcome:
     failure: str | None
     """The error that its last run ended with."""
     diverged: bool
-    """Whether it ended by divergence, which a too high learning rate causes again at every try."""
+    """True if it ended by divergence, which a too high learning rate causes again at every try."""
     loss: float | None
     """The loss by the sweep's metric; None unless it is complete."""
     seconds: float
@@ -206,7 +206,7 @@ def in_play(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 
 def unfinished(sweep: Sweep, playing: Sequence[Outcome]) -> list[str]:
-    """Return what keeps a sweep of which nothing is due from its result, one line each."""
+    """Return the problems that leave a sweep without a result though nothing is due, one line each."""
     problems = [
         f"{outcome.cell.name} has no {sweep.metric} at its last step; remove {outcome.cell.run} to train it again"
         for outcome in playing
@@ -241,7 +241,7 @@ class Group(NamedTuple):
     points: dict[str, str]
     """Its point on each axis."""
     cell: Cell
-    """One of its cells, for what they share."""
+    """One of its cells."""
     losses: dict[int, float]
     """Losses by seed, of the cells that have one."""
 

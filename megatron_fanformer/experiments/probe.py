@@ -61,7 +61,7 @@ class LipschitzSettings(Settings):
     grid: int = 32
     """Each input is a grid of this many points a side."""
     attention: Literal["heads", "points"] = "heads"
-    """What attention runs over: the heads of one point, as in the notebook, or all points."""
+    """The items that attend to each other: the heads of one point, as in the notebook, or all points."""
     epsilon: float = 1e-7
     """Standard deviation of the difference of the two inputs."""
 
@@ -293,7 +293,7 @@ def read_settings(options: ExperimentOptions) -> Any:
     for short in (*SHORT, "write_data"):
         if (value := getattr(options, short)) is None:
             continue
-        field = SHORT.get(short, "checkpoints")  # what has checkpoints to fine-tune has data for it
+        field = SHORT.get(short, "checkpoints")  # only a probe of checkpoints has data to fine-tune on
         if field not in {entry.name for entry in dataclasses.fields(owner)}:
             raise InputError(f"{option_name(short)} has no effect in {name}; leave it out")
         if short in SHORT:

@@ -103,7 +103,7 @@ class Dynamics(NamedTuple):
     differences: np.ndarray
     """[seeds, n]: in nats per token."""
     is_the_papers: bool
-    """Whether A is a Transformer and B the paper's FANformer."""
+    """True if A is a Transformer and B the paper's FANformer."""
 
     @property
     def window(self) -> int:

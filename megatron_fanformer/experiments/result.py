@@ -2,7 +2,7 @@
 
 An experiment's folder has its pictures, README.md, and result.json, which is written last, so that a folder that has
 it is whole; it is all that `report` reads. The page has of each finding the paper's figure, ours with its interval,
-whether the settings were the paper's, and a sentence that says what follows.
+whether the settings were the paper's, and a sentence with the conclusion.
 """
 
 import base64
@@ -38,7 +38,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """The measured quantity, such as `error outside the range, FAN over MLP`."""
     paper: str | None = None
-    """The paper's own figure, or what it says; None where it says nothing."""
+    """The paper's figure or claim; None where it has none."""
     ours: float | None
     """Our figure; None if nothing could be measured."""
     interval: tuple[float | None, float | None] | None = None
@@ -47,11 +47,11 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     unit: str
     """Unit, such as `ratio`, `nats per token`, `%`."""
     same_settings: bool = False
-    """Whether it was measured as the paper did: model, data and length."""
+    """True if model, data and length were the paper's."""
     shows: bool | None
-    """Whether the effect shows, by a rule that was fixed beforehand; None: inconclusive."""
+    """True if the effect shows, by a rule that was fixed beforehand; None: inconclusive."""
     exploratory: bool = False
-    """Whether the comparison was not stated beforehand, so that it cannot show anything."""
+    """True if the comparison was not stated beforehand, so that it cannot show anything."""
     sentence: str
     """The rule and its outcome in plain words."""
 

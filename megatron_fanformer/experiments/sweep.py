@@ -167,7 +167,7 @@ def _seconds_on(machine: Machine, cell: Cell, gpus: int) -> float:
     """Return the time of a cell's steps, by formula.
 
     Raises:
-        InputError: the machine lacks what the cell needs.
+        InputError: the machine lacks a layout's GPUs or a number format.
     """
     from megatron_fanformer.plan.estimate import check_formats, for_machine, job_of, problems
     from megatron_fanformer.plan.machines import known_machines
@@ -202,7 +202,7 @@ def write_sweep(options: SweepOptions) -> Sweep:
     """Write the file that `sweep FILE init` describes, checked as `run` would check it; returns the sweep.
 
     Raises:
-        InputError: the file is there, nothing measures what is to be compared, or a cell could not be trained.
+        InputError: the file is there, nothing measures a loss to compare, or a cell could not be trained.
     """
     file, names = options.file, options.compare or COMPARED
     if options.config is None:
@@ -241,7 +241,7 @@ def write_sweep(options: SweepOptions) -> Sweep:
         },
     }
     sweep = sweep_of(file, values, lambda _config: base, needs_data=False)
-    # Sections as blocks, and what one point changes on its line, as in the sweeps that ship.
+    # Sections as blocks, and the changes of a point on its line, as in the sweeps that ship.
     text = yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=110, allow_unicode=True)
     header = HEADER.format(points=experiment.capitalize(), base=values["base"], file=file)
     try:

@@ -30,7 +30,7 @@ from megatron_fanformer.runtime import device
 TRAIN = (sys.executable, "-m", "megatron_fanformer", "train")
 POLL_SECONDS = 0.1
 LOG_TAIL_BYTES = 1 << 16  # end of a cell's log that is searched for its error
-ERROR_MARK = "megatron-fanformer: "  # what the command's errors begin with
+ERROR_MARK = "megatron-fanformer: "  # the beginning of the command's errors
 SCRIPT = "array.sh"
 DIRECTIVE = "#SBATCH"
 
@@ -49,12 +49,12 @@ def run_sweep(sweep: Sweep, log: Callable[[str], None], *, jobs: int = 1, comman
     Args:
         log: called with a line about each cell.
         jobs: how many run at once.
-        command: what trains a cell, before `--config FILE`.
+        command: the words before `--config FILE` that train a cell.
 
     Raises:
         InputError: another `sweep` runs in the folder, or it has runs of other configurations.
         Interrupted: a signal stopped it, and the cells that were running have saved.
-        CellsFailed: cells failed, or lack what the report needs.
+        CellsFailed: cells failed, or lack the metric of the report.
     """
     with run_lock(sweep.folder):
         runs = _Runs(sweep, log, command, jobs)
@@ -193,7 +193,7 @@ def write_array(sweep: Sweep, script: Path) -> Path:
 
     Raises:
         InputError: it cannot be read or has no directives, or there is nothing left to run.
-        CellsFailed: there is nothing left to run, but cells lack what the report needs.
+        CellsFailed: there is nothing left to run, but cells lack the metric of the report.
     """
     try:
         lines = script.read_text(encoding="utf-8").splitlines()

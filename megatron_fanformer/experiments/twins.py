@@ -1,7 +1,4 @@
-"""A FANformer and its twins, as the model for transformers: what the probes compare.
-
-That model is plain PyTorch, so that a probe of a minute needs no process group, and is what an export runs as.
-"""
+"""A FANformer and its twins for the probes, as the model for transformers: plain PyTorch, without process groups."""
 
 import dataclasses
 from collections.abc import Callable

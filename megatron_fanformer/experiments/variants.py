@@ -1,4 +1,4 @@
-"""The paper's six variants (its table 2): the fields of a model that make each, at one size.
+"""The paper's six variants (its table 2), as fields of a model at one size.
 
 | name | is |
 |---|---|
@@ -17,7 +17,7 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.config import FANConfig, FANformerConfig, with_same_parameters
 from megatron_fanformer.model.placements import PLACEMENTS
 
-MULTIPLES = (64, 32, 16, 8, 4, 2, 1)  # what d_ff may be one of
+MULTIPLES = (64, 32, 16, 8, 4, 2, 1)  # d_ff is one of the first that is near enough
 NEAR_ENOUGH = 1e-3  # of a layer's parameters
 
 VARIANTS: dict[str, FANConfig] = {
@@ -63,7 +63,6 @@ def variant_like(base: FANformerConfig, name: str, *, divided_by: int = 1) -> FA
     model = dataclasses.replace(base, fan=fan)
     for multiple in MULTIPLES:
         matched = with_same_parameters(model, model.placement.ffn_unit * math.lcm(multiple, divided_by), like=base)
-        own, others = (each.placement.parameters(each) for each in (matched, base))
-        if abs(own / others - 1) <= NEAR_ENOUGH:
+        if abs(matched.placement.parameters(matched) / base.placement.parameters(base) - 1) <= NEAR_ENOUGH:
             break
     return matched

@@ -21,12 +21,12 @@ class SweepOptions:
     """The sweep (YAML), such as examples/sweeps/variants.yaml; with init, a file to be written."""
     action: Action = argument()
     """init: write FILE, which compares a run's model with others of as many parameters; dry-run: list the cells and
-    what they cost; run: train those that are not complete; status: how far each is; report: tables, intervals,
+    their cost; run: train those that are not complete; status: how far each is; report: tables, intervals,
     pictures, result.json in the sweep's folder."""
     config: Path | None = option(None, metavar="RUN_YAML", parse=path_or_none)
     """With init: the configuration of a run, which every cell starts from."""
     compare: tuple[str, ...] | None = option(None, metavar="VARIANT")
-    """With init: what is compared, the baseline first; transformer, fanformer, ffn-fan, atm, atl or original-fan
+    """With init: the variants to compare, the baseline first; transformer, fanformer, ffn-fan, atm, atl or original-fan
     (transformer fanformer)."""
     seeds: int | None = option(None, metavar="N")
     """With init: number of runs of each (3, the fewest that can show anything)."""
@@ -60,7 +60,7 @@ class ExperimentOptions:
     name: str | None = argument(None, metavar="NAME")
     """lipschitz, mod, holes, cost or inference; without one, they are listed with their minutes."""
     output: Path | None = option(None, metavar="FOLDER")
-    """Folder for what it leaves (default: runs/experiments/NAME)"""
+    """Folder of the results (default: runs/experiments/NAME)"""
     seeds: int | None = option(None, metavar="N")
     """Number of seeds; every model has the same ones."""
     checkpoint: tuple[str, ...] | None = option(None, metavar="CHECKPOINT", repeated=True)

@@ -113,9 +113,7 @@ def compare_communication(
 
 
 def count_step(trial: TrialConfig, layout: ParallelConfig) -> tuple[int, int, list[CollectiveCount]]:
-    """Return this rank's pipeline stage, its number among the stage's ranks, and what its collectives move in a step;
-    runs on every rank.
-    """
+    """Return this rank's pipeline stage, its number among the stage's ranks, and its collectives in a step."""
     order = Reordering(trial.model, trial.global_batch_size, 0)
     with prepared(trial, layout, order) as (grid, _, wrapped, optimizer, batches, number, _):
         train_step(wrapped, optimizer, batches, grid, number)
@@ -161,7 +159,7 @@ def _job(trial: TrialConfig, layout: ParallelConfig) -> Job:
 
 
 def _sent_bytes(job: Job) -> dict[str, float]:
-    """Return by group what a rank of the busiest stage sends."""
+    """Return the bytes that a rank of the busiest stage sends, by group."""
     stages = []
     for stage in range(job.parallel.pipeline_model_parallel_size):
         sent: dict[str, float] = {}

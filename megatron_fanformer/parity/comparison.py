@@ -21,7 +21,7 @@ Errors = dict[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """The single process's run: whole tensors by name, in forward order, and what differences are measured against."""
+    """The single process's run: whole tensors by name, in forward order, and the scales of differences."""
 
     losses: list[float]
     tensors: dict[str, dict[str, np.ndarray]]
@@ -52,8 +52,8 @@ class Finding:
     bound: float
 
     def __str__(self) -> str:
-        what = f"{self.kind} {self.name}" if self.kind == "loss of step" else f"{self.kind} of {self.name}"
-        return f"{what} ({self.difference:.1e}, bound {self.bound:.1e})"
+        of = "" if self.kind == "loss of step" else "of "
+        return f"{self.kind} {of}{self.name} ({self.difference:.1e}, bound {self.bound:.1e})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class Bounds:
     tensors: dict[str, Errors] = field(default_factory=dict)
 
     def findings(self, differences: Differences) -> Iterator[Finding]:
-        """Return what lies beyond, in forward order: outputs, the first loss, gradients, later losses, weights."""
+        """Yield differences beyond their bounds: outputs, the first loss, gradients, later losses, weights."""
         first, *later = [
             Finding("loss of step", str(step), *pair)
             for step, pair in enumerate(zip(differences.losses, self.losses, strict=True), 1)

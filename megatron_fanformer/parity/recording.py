@@ -1,7 +1,7 @@
 """A rank's weights, gradients and outputs as parts of whole tensors, with their places in them.
 
-Weights and gradients are placed by global name and slice, a module's output by sample and position. So what all ranks
-of any layout saw can be laid over a single process's whole tensors.
+Weights and gradients are placed by global name and slice, a module's output by sample and position. So the parts of
+all ranks of any layout can be laid over a single process's whole tensors.
 
 Shapes: s sequence, b micro batch, w a module's width; outputs are [s, b, w], or [b, s] for the loss of each token.
 Where attention stays within documents, they are [b * s, 1, w] and [1, b * s]: one row of the samples.
@@ -41,7 +41,7 @@ class TensorPart(NamedTuple):
 
 
 def part_of(whole: np.ndarray, where: tuple[Any, ...]) -> Any:
-    """Return what to index a whole tensor with for that part."""
+    """Return the index of that part in a whole tensor."""
     return where if isinstance(where[0], slice) else np.ix_(*where)
 
 
@@ -108,8 +108,8 @@ def gather_gradients(wrapped: list[Any]) -> None:
         for group in stage.bucket_groups:
             ranks = group.intra_distributed_optimizer_instance_group
             for bucket in group.buckets if ranks.size() > 1 else []:
-                own = bucket.grad_data.chunk(ranks.size())[ranks.rank()].clone()
-                dist.all_gather_into_tensor(bucket.grad_data, own, group=ranks)
+                shard = bucket.grad_data.chunk(ranks.size())[ranks.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, shard, group=ranks)
 
 
 class OutputRecorder:
@@ -158,7 +158,7 @@ class OutputRecorder:
         self._forward_of[number] = self._forward_of.get(number, -1) + 1
 
     def _end(self, number: int, chunk: Any, _inputs: Any, output: Tensor) -> None:
-        self._inside = False  # what runs from here on, in backward, is recomputation
+        self._inside = False  # forward passes from here on are recomputation in backward
         if chunk.post_process:
             self._keep(TOKEN_LOSS, self._forward_of[number], output.t().unsqueeze(-1))
 

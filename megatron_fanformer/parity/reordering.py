@@ -1,4 +1,4 @@
-"""The same model with its numbers in another order: what rounding alone can change.
+"""The same model with its numbers in another order, which shows the differences that rounding alone makes.
 
 A Transformer is not changed by relabelling: the coordinates of the residual stream, the units of the MLP, the rows of
 a FAN map within `p` and within `g`, the query groups, the vocabulary, and the samples of a batch can each be

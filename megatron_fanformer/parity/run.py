@@ -82,8 +82,7 @@ class Calibration:
     trial: TrialConfig
     baseline: Baseline
     noise: list[Differences]
-    """Differences of the single-process runs that show what rounding explains: reordered ones, and below fp32 one in
-    fp32."""
+    """Differences of the single-process runs by rounding alone: reordered ones, and below fp32 one in fp32."""
     bounds: Bounds
 
 
@@ -119,11 +118,11 @@ def run_layouts(
     """Compare the layouts that `read_layouts` gave.
 
     Args:
-        pool: ranks to run on, which have what the layouts ask for; None starts and ends its own.
-        report: is called with what runs next.
+        pool: ranks to run on, as many as the layouts ask for; None: they are started and ended here.
+        report: called with the name of the next run.
 
     Raises:
-        InputError: this machine lacks what a layout needs.
+        InputError: this machine lacks the ranks or the kernels of a layout.
     """
     with _started_pool(config, run, named) if pool is None else nullcontext(pool) as ranks:
         calibration = calibrate(config, run, list(named.values()), ranks, report)
@@ -134,7 +133,7 @@ def _started_pool(config: ParityConfig, run: RunConfig, named: dict[str, Layout]
     """Return the ranks that the layouts ask for.
 
     Raises:
-        InputError: this machine lacks what they need.
+        InputError: this machine lacks their ranks or kernels.
     """
     device = devices.resolve_device(run.runtime.device)
     backend = run.runtime.backend(device)
@@ -190,7 +189,7 @@ def calibrate(
         noise.append(differences(baseline, pool.run(1, run_trial, trial, single.parallel, number)))
     if config.dtype != "fp32":
         # Ranks round their partial sums to that type before they are added, which no reordering of one process does:
-        # what rounding to it changes at all is shown by a run without it.
+        # a run without that rounding shows its size.
         report(f"{SINGLE}, in fp32")
         exact = dataclasses.replace(trial, dtype="fp32")
         noise.append(differences(baseline, pool.run(1, run_trial, exact, single.parallel)))

@@ -284,8 +284,8 @@ def test_all_that_is_wrong_with_a_file_is_told_before_any_cell_starts(tmp_path: 
 @pytest.mark.parametrize(
     ("field", "value", "rule"),
     [
-        ("training.run_dir", "elsewhere", "which each cell has its own of; leave it out"),
-        ("training.seed", 3, "which each cell has its own of; leave it out"),
+        ("training.run_dir", "elsewhere", "which the sweep sets for each cell; leave it out"),
+        ("training.seed", 3, "which the sweep sets for each cell; leave it out"),
         ("training.epochs", 2.0, "a sweep's cells state their steps; set train_iters"),
     ],
 )
