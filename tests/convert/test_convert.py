@@ -21,6 +21,7 @@ from megatron_fanformer.data.chat_template import find_template
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from megatron_fanformer.model.rope_scaling import RopeScalingConfig
+from tests.conftest import REFERENCE
 from tests.convert.plain_fanformer import VARIANTS, write
 from tests.generate.making import write_tokenizer
 
@@ -75,6 +76,12 @@ def test_the_sources_own_end_of_text_stays(to: str, source: Path, tokenizer: Pat
     assert [end(ours), end(ours, eod_id=8), end(ours, tokenizer=tokenizer)] == [7, 8, 0]
     again = converted(ours, "megatron", eod_id=9).rename(source.with_name("again"))
     assert end(again) == 9
+
+
+def test_the_authors_end_of_text_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "export"
+    convert_checkpoint(REFERENCE / "fanformer-tied", folder, to="hf", verified=False)
+    assert stated(folder / "config.json")["eos_token_id"] == 249
 
 
 @pytest.mark.parametrize(
