@@ -94,8 +94,8 @@ def main() -> int:
         devices.hide_gpus()
     with tempfile.TemporaryDirectory(prefix="bench-train-") as folder:
         try:
-            if found := file_problems(json=options.json):
-                raise InputError("\n".join(found))
+            if problems := file_problems(json=options.json):
+                raise InputError("\n".join(problems))
             cases = _cases(options, device, Path(folder))
         except FanformerError as error:
             print(f"bench_train: {error}", file=sys.stderr)
@@ -157,15 +157,15 @@ def _cases(options: argparse.Namespace, device: devices.DeviceKind, folder: Path
         samples = options.micro_batch_size * options.micro_batches * replicas
         sizes = {"micro_batch_size": options.micro_batch_size, "global_batch_size": samples}
         values["training"] = {**sizes, **values["training"]}
-        if found := config_from_dict(values).model.problems():
-            raise InputError("; ".join(found))
+        if problems := config_from_dict(values).model.problems():
+            raise InputError("; ".join(problems))
         return made
 
     given = options.case or [[name, name] for name in ("fanformer", "transformer", "same-params")]
     for name, *rest in given:
         if not rest:
             raise InputError(f"--case {name}: it has no model; write fanformer, transformer, same-params or p=RATIO")
-    cases = [case(*each) for each in given]
+    cases = [case(*words) for words in given]
     if options.peers:
         if device != "cpu":
             raise InputError("--peers is for a CPU; leave it out, or set --device cpu")
@@ -190,7 +190,7 @@ def _device(device: devices.DeviceKind) -> dict[str, Any]:
     return {
         "name": name,
         "torch": torch.__version__,
-        "like": next((short for short, each in known_machines().items() if each == known), None),
+        "like": next((short for short, machine in known_machines().items() if machine == known), None),
         "bf16_flops_per_second": known and known.bf16_flops_per_second,
     }
 
@@ -215,7 +215,7 @@ class Machine:
         measured = measured_machine(self._model, self._size, self._dtype, rates.mean, self._device)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # the cases need it
-        self._rounds = sorted([*self._rounds, (rates.mean, measured)], key=lambda each: each[0])
+        self._rounds = sorted([*self._rounds, (rates.mean, measured)], key=lambda entry: entry[0])
         self._report |= {"rates": rates._asdict(), "machine": self._rounds[len(self._rounds) // 2][1]}
         return rates, measured
 

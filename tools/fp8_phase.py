@@ -77,7 +77,7 @@ def main() -> int:
         trainings = {
             arm: [_trained(pool, arm, seed, options, corpus, folder) for seed in range(options.seeds)] for arm in BASES
         }
-    write_atomically(folder / "fp8-phase.json", json.dumps({arm.name: each for arm, each in trainings.items()}) + "\n")
+    write_atomically(folder / "fp8-phase.json", json.dumps({arm.name: runs for arm, runs in trainings.items()}) + "\n")
     print(tables(trainings))
     return 0
 
@@ -140,11 +140,11 @@ def tables(trainings: dict[Arm, list[dict[str, Any]]]) -> str:
     """Return losses, differences of the same seed, and errors by the size of the phase, as Markdown."""
     rows = []
     for arm, several in trainings.items():
-        losses = [(each["validation"], statistics.fmean(each["losses"][-LAST_STEPS:])) for each in several]
+        losses = [(run["validation"], statistics.fmean(run["losses"][-LAST_STEPS:])) for run in several]
         cells = [arm.name, f"{statistics.fmean(loss for loss, _ in losses):.4f}", "", "", "", ""]
         if base := BASES[arm]:
             apart = [
-                each["validation"] - other["validation"] for each, other in zip(several, trainings[base], strict=True)
+                run["validation"] - other["validation"] for run, other in zip(several, trainings[base], strict=True)
             ]
             error = statistics.stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else math.nan
             cells[2:5] = [

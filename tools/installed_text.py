@@ -115,9 +115,9 @@ def main() -> int:
 
 
 def _size(text: str) -> int:
-    if (found := re.fullmatch(r"([0-9]+)([KMG]?)", text.upper())) is None:
+    if (match := re.fullmatch(r"([0-9]+)([KMG]?)", text.upper())) is None:
         raise argparse.ArgumentTypeError(f"{text!r} must be an integer, with K, M or G after it or without, as in 600M")
-    digits, unit = found.groups()
+    digits, unit = match.groups()
     return int(digits) * {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}[unit]
 
 
@@ -142,8 +142,8 @@ def write_text(
     held_out_names = held_out([package.name for package in packages])
     files = sorted(_taken_once(packages))
     parts = {
-        "train": _up_to(most_bytes, (each for each in files if each.package.name not in held_out_names)),
-        "held_out": _up_to(held_out_bytes, (each for each in files if each.package.name in held_out_names)),
+        "train": _up_to(most_bytes, (file for file in files if file.package.name not in held_out_names)),
+        "held_out": _up_to(held_out_bytes, (file for file in files if file.package.name in held_out_names)),
     }
     if not all(parts.values()):
         raise InputError(f"{len(packages)} packages with {len(files)} files are too few; name more with --site")
@@ -156,7 +156,7 @@ def write_text(
             from megatron_fanformer.data.tokenizer import train_sentencepiece
             from megatron_fanformer.processes import usable_cores
 
-            sample = (_text(each.path) for each in _up_to(TOKENIZER_BYTES, parts["train"]))
+            sample = (_text(file.path) for file in _up_to(TOKENIZER_BYTES, parts["train"]))
             train_sentencepiece(sample, partial / "tokenizer", vocab_size=vocab_size, num_threads=usable_cores())
         (partial / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
     return manifest
@@ -174,11 +174,11 @@ def license_of(metadata: importlib.metadata.PackageMetadata) -> tuple[str | None
             word for word in re.findall(r"[^\s()]+", re.sub(r"WITH \S+", "", expression)) if word not in ("AND", "OR")
         ]
         return (expression if free.issuperset(words) else None), expression
-    last = [each.split(" :: ")[-1] for each in metadata.get_all("Classifier") or [] if each.startswith("License ::")]
-    stated = [each for each in last if each != "OSI Approved"] or (metadata.get_all("License") or [])
-    names = [" ".join(FILLING.sub(" ", each.lower()).split()) for each in stated]
-    known = [next((name for form, name in NAMES.items() if re.fullmatch(form, each)), None) for each in names]
-    known = [name or (each if each in free else None) for name, each in zip(known, stated, strict=True)]
+    last = [text.split(" :: ")[-1] for text in metadata.get_all("Classifier") or [] if text.startswith("License ::")]
+    stated = [text for text in last if text != "OSI Approved"] or (metadata.get_all("License") or [])
+    names = [" ".join(FILLING.sub(" ", text.lower()).split()) for text in stated]
+    known = [next((name for form, name in NAMES.items() if re.fullmatch(form, text)), None) for text in names]
+    known = [name or (text if text in free else None) for name, text in zip(known, stated, strict=True)]
     text = ", ".join(stated)[:80] or "states no license"
     return (", ".join(filter(None, known)) if known and all(known) else None), text
 
@@ -272,8 +272,8 @@ def _manifest(parts: dict[str, list[File]], left_out: dict[str, str]) -> dict[st
             packages.setdefault(name, stated)["bytes"] += file.bytes
     counts = {}
     for part, files in parts.items():
-        own = [package["bytes"] for package in packages.values() if package["part"] == part]
-        counts[part] = {"documents": len(files), "bytes": sum(own), "packages": len(own)}
+        sizes = [package["bytes"] for package in packages.values() if package["part"] == part]
+        counts[part] = {"documents": len(files), "bytes": sum(sizes), "packages": len(sizes)}
     return {
         **counts,
         "packages": [packages[name] for name in sorted(packages)],

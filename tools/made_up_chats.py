@@ -43,11 +43,11 @@ def _message(role: str, content: str) -> dict[str, str]:
 
 def _names(draw: random.Random, count: int) -> list[str]:
     """Different names of three syllables each."""
-    found: dict[str, None] = {}
-    while len(found) < count:
+    names: dict[str, None] = {}
+    while len(names) < count:
         name = "".join(draw.choice(ONSETS) + draw.choice(VOWELS) for _ in range(SYLLABLES)).capitalize()
-        found[name] = None
-    return list(found)
+        names[name] = None
+    return list(names)
 
 
 def main() -> None:

@@ -102,11 +102,11 @@ def measure(layers: Sequence[FANMap], *, is_fp8: bool) -> dict[str, Any]:
         maps = {"bf16": maps["fp8"], "fp8": [in_fp8(layer) for layer in layers]}
     phases = torch.cat([exact(layer)[:, : layer.periodic] for layer in layers])
     expected = torch.cat([expected_error(layer) for layer in layers])
-    found: dict[str, Any] = {"rms": _rms(phases)}
+    errors: dict[str, Any] = {"rms": _rms(phases)}
     for name, made in maps.items():
         computed = torch.cat([pre_nr[:, : layer.periodic] for pre_nr, layer in zip(made, layers, strict=True)])
-        found[name] = errors_by_phase(phases, computed, expected)
-    return found
+        errors[name] = errors_by_phase(phases, computed, expected)
+    return errors
 
 
 def train(values: dict[str, Any]) -> dict[str, Any]:

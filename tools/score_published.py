@@ -42,8 +42,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="OUT", help="write runs, errors and the constants")
     options = parser.parse_args()
     try:
-        if found := file_problems(json=options.json):
-            raise InputError("\n".join(found))
+        if problems := file_problems(json=options.json):
+            raise InputError("\n".join(problems))
         rows = read_rows(options.rows)
         fitted_on = read_rows(options.fit_on) if options.fit_on else None
         machines = fit(fitted_on) if fitted_on else known_machines()
@@ -58,9 +58,9 @@ def main() -> int:
         runs.append(_scored(row, seconds, constant_utilization(others, row)))
     report = {
         "rows": runs,
-        "sources": {source: _summary(own) for source, own in _grouped(runs, "src").items()},
+        "sources": {source: _summary(members) for source, members in _grouped(runs, "src").items()},
         "all": _summary(runs),
-        "intervals": {kind: _interval(own) for kind, own in _grouped(runs, "kind").items()},
+        "intervals": {kind: _interval(members) for kind, members in _grouped(runs, "kind").items()},
         "constants": {name: dataclasses.asdict(machine) for name, machine in machines.items()},
     }
     _print("run", {f"{run['src']:16} {run['name']:38} {run['kind']}": run for run in runs})
@@ -107,8 +107,8 @@ def _interval(runs: Sequence[Run]) -> dict[str, Any]:
     """Return the interval of some runs, and the shares within the stated one and within that of the other sources."""
     families = _grouped(runs, "family")
     widths = {
-        family: sorted(abs(run["error"]) for run in own)[math.ceil(STATED * len(own)) - 1]
-        for family, own in families.items()
+        family: sorted(abs(run["error"]) for run in members)[math.ceil(STATED * len(members)) - 1]
+        for family, members in families.items()
     }
     held = [
         abs(run["error"]) <= max(width for other, width in widths.items() if other != run["family"])

@@ -23,13 +23,13 @@ MARK = re.compile(r"<!-- table: (.+?) -->")
 
 def site_files() -> list[str]:
     """README.md, docs/, and the files of the repository that their pages lead to: paths from its root."""
-    found = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").rglob("*") if path.is_file())]
-    for page in found:  # which grows meanwhile
+    paths = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").rglob("*") if path.is_file())]
+    for page in paths:  # which grows meanwhile
         targets = TARGET.findall(page.read_text(encoding="utf-8")) if page.suffix == ".md" else []
         for path in ((page.parent / target).resolve() for target in targets):
-            if path.is_file() and path not in found:
-                found.append(path)
-    return [str(path.relative_to(ROOT)) for path in found]
+            if path.is_file() and path not in paths:
+                paths.append(path)
+    return [str(path.relative_to(ROOT)) for path in paths]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -29,9 +29,9 @@ def main(arguments: list[str]) -> int:
         (ROOT / CEILINGS).write_text(json.dumps(ceilings, indent=1) + "\n")
         return 0
     if arguments == ["--check"]:
-        found = problems(sizes, ceilings, *filter(None, (_committed("HEAD"), _committed("HEAD^"))))
-        print(*found, sep="\n", end="\n" * bool(found), file=sys.stderr)
-        return 1 if found else 0
+        lines = problems(sizes, ceilings, *filter(None, (_committed("HEAD"), _committed("HEAD^"))))
+        print(*lines, sep="\n", end="\n" * bool(lines), file=sys.stderr)
+        return 1 if lines else 0
     for name, size in sizes.items():
         print(f"{name:24}{size:9,}{ceilings.get(name, 0):9,}")
     return 0
@@ -63,12 +63,12 @@ def count(root: Path) -> dict[str, int]:
 
 def problems(sizes: dict[str, int], ceilings: dict[str, int], *earlier: dict[str, int]) -> list[str]:
     """Return one line for each size above its ceiling, and each ceiling that is above an earlier commit's."""
-    found = [
+    lines = [
         f"{name} has {size:,}, and its ceiling is {ceilings.get(name, 0):,}; make it smaller, or something else"
         for name, size in sizes.items()
         if size > ceilings.get(name, 0)
     ]
-    return found + [
+    return lines + [
         f"{CEILINGS} raises {name} from {before[name]:,} to {ceiling:,}; a commit may only lower it"
         for before in earlier
         for name, ceiling in ceilings.items()

@@ -94,7 +94,7 @@ def _host(dtype: str) -> dict[str, float]:
             ranks.append(stack.enter_context(contextlib.closing(ranks_of(values, 1))))
             ranks[-1].begin()
             ranks[-1].steps(NARROW_STEPS)
-        turns = [[own.steps(NARROW_STEPS) for own in ranks] for _ in range(REPEATS)]
+        turns = [[rank.steps(NARROW_STEPS) for rank in ranks] for _ in range(REPEATS)]
     few, many = map(min, zip(*turns, strict=True))
     a_layer = max(0.0, many - few) / (NARROW_LAYERS[1] - NARROW_LAYERS[0])
     return {"layer_seconds": a_layer, "step_seconds": max(0.0, few - NARROW_LAYERS[0] * a_layer)}

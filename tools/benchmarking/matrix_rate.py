@@ -68,15 +68,15 @@ class MatrixClock:
         """The rates at present, each product's by the best of a few timings."""
         fastest = flops = seconds = 0.0
         for weight, times in zip(self._weights, self._times, strict=True):
-            own = 2 * self._tokens * weight.rows * weight.columns
+            product_flops = 2 * self._tokens * weight.rows * weight.columns
             several = [self._products(weight) for _ in range(self._copies(weight))]
             for alike in zip(*several, strict=True):
                 taken = min(timed(alike[0], self._device) for _ in range(REPEATS))
-                fastest = max(fastest, own / taken)
+                fastest = max(fastest, product_flops / taken)
                 if len(alike) > 1:
                     in_turn = partial(next, itertools.cycle(alike))
                     taken = min(timed(lambda take=in_turn: take()(), self._device) for _ in range(REPEATS))
-                flops, seconds = flops + times * own, seconds + times * taken
+                flops, seconds = flops + times * product_flops, seconds + times * taken
         return Rates(fastest, flops / seconds)
 
     def _copies(self, weight: Weight) -> int:

@@ -36,9 +36,9 @@ class CaseProcesses:
     def __init__(self, program: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> None:
         context = multiprocessing.get_context("spawn")
         self._connections, self._processes = [], []
-        for own in arguments:
+        for of_one in arguments:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_quietly, args=(program, theirs, *own))
+            process = context.Process(target=_quietly, args=(program, theirs, *of_one))
             process.start()
             theirs.close()
             self._connections.append(ours)

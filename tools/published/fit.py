@@ -82,9 +82,9 @@ PRIORS = {"a100": A100, "h100": H100, "h200": H100, "b200": B200, "gb200": B200,
 def prior_machines() -> dict[str, Machine]:
     """Return the known machines with the priors of their constants."""
     machines = {}
-    for name, own in PRIORS.items():
+    for name, priors in PRIORS.items():
         machine = known_machines()[name]
-        for field, value in {**COMMON, **own}.items():
+        for field, value in {**COMMON, **priors}.items():
             machine = _with(machine, field, value)
         machines[name] = machine
     return machines

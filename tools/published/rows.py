@@ -68,8 +68,8 @@ class Row:
         )
 
     def _seconds(self, job: Job, machine: Machine) -> float:
-        own = self.practice.machine(self.gpu, machine)
-        return step_time(job, own, overlaps_tensor_parallel=self.practice.tp_overlap).seconds
+        used = self.practice.machine(self.gpu, machine)
+        return step_time(job, used, overlaps_tensor_parallel=self.practice.tp_overlap).seconds
 
     @property
     def format(self) -> tuple[str, str]:
@@ -117,9 +117,9 @@ def _row(values: dict[str, str], where: str) -> Row:
         if values[name] not in allowed:
             raise InputError(f"{where}: {name} is {values[name]!r}; it must be one of {', '.join(allowed)}")
     practice = practice_of(values["src"]).of_row(values, where)
-    jobs = [tuple(_job(values, each, practice) for each in group) for group in _batches(numbers, practice)]
-    if found := [problem for job in sum(jobs, ()) for problem in (*job.model.problems(), *job.parallel.problems())]:
-        raise InputError(f"{where}: {found[0]}")
+    jobs = [tuple(_job(values, run, practice) for run in group) for group in _batches(numbers, practice)]
+    if problems := [problem for job in sum(jobs, ()) for problem in (*job.model.problems(), *job.parallel.problems())]:
+        raise InputError(f"{where}: {problems[0]}")
     if jobs[0][0].parallel.layers_per_stage(numbers["L"]) is None:
         raise InputError(f"{where}: {numbers['L']} layers do not divide over pp {numbers['pp']}")
     return Row(
@@ -212,8 +212,8 @@ def _parallel(recompute: str, n: dict[str, int], practice: Practice) -> Parallel
 
 def _uneven(layers: int, chunks: int) -> str:
     """Layers over chunks where they do not divide: the embedding and the head count as one each."""
-    each, more = divmod(layers + 2, chunks)
-    alike = [each + (place < more) for place in range(chunks)]
+    least, more = divmod(layers + 2, chunks)
+    alike = [least + (place < more) for place in range(chunks)]
     first, *middle, last = alike[0] - 1, *alike[1:-1], alike[-1] - 1
     parts = [f"E{LAYER * first}", *(LAYER * number for number in middle), f"{LAYER * last}L"]
     return "|".join(parts)

@@ -35,22 +35,22 @@ def main(file: Path, rehearses: bool) -> None:
     if problem := transformer_engine_problem():
         sys.exit(f"Transformer Engine: {problem}")
     packages = ("torch", "megatron-core", "transformer-engine", "triton")
-    found = {name: importlib.metadata.version(name) for name in packages} | {"cuda": torch.version.cuda}
-    found |= {"gpu": torch.cuda.get_device_name(), "gpus": 1 if rehearses else torch.cuda.device_count()}
+    facts = {name: importlib.metadata.version(name) for name in packages} | {"cuda": torch.version.cuda}
+    facts |= {"gpu": torch.cuda.get_device_name(), "gpus": 1 if rehearses else torch.cuda.device_count()}
     if not rehearses:
         subprocess.run(["nvidia-smi"], check=True)
-    file.write_text(json.dumps(found, indent=1) + "\n")
+    file.write_text(json.dumps(facts, indent=1) + "\n")
 
 
 def _missing(modules: str) -> str:
     """Return the modules that do not import, with the reason."""
-    found = []
+    missing = []
     for name in modules.split():
         try:
             importlib.import_module(name)
         except Exception as error:  # a broken library raises anything
-            found.append(f"{name} ({type(error).__name__}: {error})")
-    return "; ".join(found)
+            missing.append(f"{name} ({type(error).__name__}: {error})")
+    return "; ".join(missing)
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ class Part:
             arguments = ["tools/bench_train.py", *size.split(), "--json", str(setting.folder / "step.json")]
             for name, settings in self.cases.items():
                 model = "transformer" if name.startswith("T") else "fanformer"
-                small = [GLOO, *(each for each in settings if not each.startswith(ONLY_ON_GPU))]
+                small = [GLOO, *(setting for setting in settings if not setting.startswith(ONLY_ON_GPU))]
                 arguments += ["--case", name, model, *(small if setting.rehearses else settings)]
             commands.append(Command("step", arguments))
         return commands
@@ -117,7 +117,7 @@ def _figure(folder: Path, keys: list[Any]) -> float:
     value = [json.loads(line) for line in text.splitlines()] if file.endswith(".jsonl") else json.loads(text)
     for key in others:
         if isinstance(key, dict):
-            [value] = [each for each in value if key.items() <= each.items()]
+            [value] = [entry for entry in value if key.items() <= entry.items()]
         else:
             value = value[key]
     return float(value)
