@@ -60,8 +60,6 @@ REFUSED = [
     ("convert none out --to hf", NO_CHECKPOINT),
     ("merge none --last 2 --output out", "none does not exist; name a run's folder"),
     ("evaluate none --perplexity own=none --layout tp=2", NO_CHECKPOINT),
-    ("inspect none --step 3", "none does not exist"),
-    ("inspect examples/tiny-cpu.yaml --step 3 --modle.x 1", "did you mean model?"),
 ]
 
 

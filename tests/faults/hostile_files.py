@@ -10,9 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow
 import torch
-from pyarrow import parquet
 
 from tests.convert.test_hostile import Bomb
 
@@ -94,13 +92,6 @@ def changed_json(**fields: Any) -> Write:
     return write
 
 
-def parquet_bomb(path: Path) -> None:
-    """1.8 kB that say 120 GB."""
-    texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 2_400), pyarrow.array(["a" * (50 << 20)]))
-    parquet.write_table(pyarrow.table({"text": texts}), path, compression="zstd", store_schema=False)
-    assert path.stat().st_size < 2_000
-
-
 def safetensors(header: bytes, stated: int | None = None) -> Write:
     return text((len(header) if stated is None else stated).to_bytes(8, "little") + header + bytes(64))
 
@@ -166,7 +157,6 @@ EXPORTS: dict[tuple[str, str], Write] = {
 }
 DOCUMENTS: dict[tuple[str, str], Write] = {
     ("a.jsonl.gz", "cut short"): text(gzip.compress(os.urandom(10_000))[:5_000]),
-    ("a.parquet", "bomb"): parquet_bomb,
     ("a.parquet", "not Parquet"): text(b"PAR1" + os.urandom(500) + b"PAR1"),
 }
 TOKENS: dict[tuple[str, str], Write] = {
