@@ -4,8 +4,6 @@ import json
 import subprocess
 import sys
 
-import pytest
-
 from tests.small_runs import ROOT
 
 # What Megatron-LM has imported before it looks for --spec; then ours, and what came with it.
@@ -25,18 +23,11 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 """
 
 
-@pytest.fixture(scope="module")
-def imported() -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True, cwd=ROOT)
-
-
-def test_it_imports_torch_and_megatron_core_alone(imported: "subprocess.CompletedProcess[str]") -> None:
+def test_it_imports_torch_and_megatron_core_alone_and_prints_nothing() -> None:
     """`pip install --no-deps` is enough for it, and it is there as soon as megatron-core is."""
+    imported = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True, cwd=ROOT)
     modules = json.loads(imported.stdout.splitlines()[-1])
     assert {name.split(".")[0] for name in modules} <= {"megatron", "megatron_fanformer"}
     assert "megatron_fanformer.configuration" not in modules
-
-
-def test_it_says_nothing(imported: "subprocess.CompletedProcess[str]") -> None:
     assert imported.stderr.partition("before\n")[2] == ""
     assert imported.stdout.partition("before\n")[2].count("\n") == 1

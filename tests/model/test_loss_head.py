@@ -93,8 +93,8 @@ def last_stage(way: Way, grid: RankGrid, config: FANformerConfig, dtype: torch.d
     return build_stages(config, way.parallel, grid, dtype=dtype, seed=0, **options)[-1]
 
 
-def head_outcome(problem: Problem, way: Way, config: FANformerConfig = UNTIED) -> Outcome:
-    """This rank's losses, and its parts of the gradients, of a whole problem."""
+def head_outcome(problem: Problem, way: Way, config: FANformerConfig = UNTIED, scale: float = 1.0) -> Outcome:
+    """This rank's losses, and its parts of the gradients of a multiple of their sum, of a whole problem."""
     with rank_grid(way.parallel, "cpu") as grid:
         stage = last_stage(way, grid, config, problem.x_sbh.dtype)
         ranks, rank = way.parallel.tensor_model_parallel_size, grid.groups.tp.rank()
@@ -103,7 +103,7 @@ def head_outcome(problem: Problem, way: Way, config: FANformerConfig = UNTIED) -
         x_sbh = problem.x_sbh.chunk(ranks)[rank] if way.parallel.sequence_parallel else problem.x_sbh
         x_sbh = x_sbh.clone().requires_grad_()
         losses_sb = head_losses(stage, x_sbh, problem)
-        (losses_sb * problem.mask_sb).sum().backward()
+        (scale * (losses_sb * problem.mask_sb).sum()).backward()
         z_loss = stage.output_layer.take_z_losses() if way.z_loss_coefficient else None
         return Outcome(losses_sb.detach(), x_sbh.grad, weight.grad, 0.0 if z_loss is None else z_loss.item())
 
@@ -313,23 +313,12 @@ def test_a_use_that_would_be_wrong_is_refused(run_on_ranks: RunOnRanks, use: str
     assert message in shown
 
 
-def scaled_outcome(problem: Problem, scale: float) -> Outcome:
-    way = fused(7)
-    with rank_grid(way.parallel, "cpu") as grid:
-        stage = last_stage(way, grid, UNTIED, torch.float32)
-        head_weight(stage).data.copy_(problem.weight_vh)
-        x_sbh = problem.x_sbh.clone().requires_grad_()
-        losses_sb = head_losses(stage, x_sbh, problem)
-        (scale * (losses_sb * problem.mask_sb).sum()).backward()
-        return Outcome(losses_sb.detach(), x_sbh.grad, head_weight(stage).grad)
-
-
 @pytest.mark.parametrize("mask", ["drawn", "fractions", "zeros"])
 def test_a_scale_of_the_whole_sum_is_taken_over(run_on_ranks: RunOnRanks, mask: str) -> None:
     problem = Problem.drawn()
     if mask != "drawn":
         problem = problem._replace(mask_sb=torch.rand(problem.mask_sb.shape) * (mask == "fractions"))
-    (found,) = run_on_ranks(1, scaled_outcome, problem, 0.37)
+    (found,) = run_on_ranks(1, head_outcome, problem, fused(7), UNTIED, 0.37)
     truth = exact(problem)
     for part in ("x_sbh", "weight_vh"):
         difference = (getattr(found, part) - 0.37 * getattr(truth, part)).abs().max()
