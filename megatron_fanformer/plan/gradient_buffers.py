@@ -114,8 +114,8 @@ def layer_weights(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[
     h, ranks, is_partial = model.hidden_size, parallel.tensor_model_parallel_size, parallel.sequence_parallel
     placement = model.placement
     (rows, columns), (rows_2, columns_2) = model.ffn_maps
-    fan_rows = model.fan_rows // (1 if parallel.fan_form == "sequence" else ranks)
     in_sequence = parallel.fan_form == "sequence"
+    fan_rows = model.fan_rows // (1 if in_sequence else ranks)
     fan = [Weight("self_attention.fan.linear.weight", fan_rows * h, in_sequence)]
     fan += [Weight("self_attention.fan.linear.bias", fan_rows, in_sequence)] if model.fan.bias else []
     qkv = Weight(

@@ -383,10 +383,14 @@ class _Rejections:
             self._first.setdefault(rule, (message, example))
 
     def classes(self) -> tuple[RejectedClass, ...]:
-        """Return them, the largest first."""
-        classes = []
-        for rule, count in sorted(self._counts.items(), key=lambda item: -item[1]):
-            message, example = self._first[rule]
-            name = example if isinstance(example, str) else layout_name(example, self.base)
-            classes.append(RejectedClass(rule=rule, count=count, example=name, message=message))
-        return tuple(classes)
+        """Return the classes, the largest first."""
+        return tuple(
+            RejectedClass(
+                rule=rule,
+                count=count,
+                example=example if isinstance(example, str) else layout_name(example, self.base),
+                message=message,
+            )
+            for rule, count in sorted(self._counts.items(), key=lambda item: -item[1])
+            for message, example in [self._first[rule]]
+        )
