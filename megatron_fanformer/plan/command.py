@@ -166,7 +166,7 @@ def _nothing_fits(findings: Findings, request: PlanRequest) -> Iterator[str]:
     yield f"none of {legal}{findings.judged:,} layouts {'fits' if findings.legal else 'is legal'}: {nearest}"
 
 
-def assumptions(request: PlanRequest, shown: Estimate, simulated: Simulated) -> Iterator[str]:
+def _assumptions(request: PlanRequest, shown: Estimate) -> Iterator[str]:
     """Yield the assumptions of the figures, one sentence each."""
     machine, precision = request.machine, request.config.precision
     fp8 = f", products in FP8 ({precision.fp8_recipe})" if precision.fp8 else ""
@@ -179,7 +179,6 @@ def assumptions(request: PlanRequest, shown: Estimate, simulated: Simulated) -> 
         f"Numbers in {precision.dtype}{fp8}; communication of gradients and weights overlapped where the configuration "
         "leaves it open."
     )
-    yield "A run's time is that of its steps, unless said otherwise: no evaluations, saves, restarts or idle nodes."
     yield (
         f"Memory is of {LAYERS[shown.job.layers]}; {shown.reserve_bytes / GIB:.1f} GiB are left to the allocator, "
         f"communicators, the CUDA context and the formula's error, and {DRIVERS_SHARE:.0%} of a chip to its driver."
@@ -194,8 +193,6 @@ def assumptions(request: PlanRequest, shown: Estimate, simulated: Simulated) -> 
         yield f"Nobody has compared steps of {machine.name} in {number_format} with the formula: its error is unknown."
     if not request.named:
         yield ("Of layouts that do not fit, the search counts those that would be faster than the last candidate.")
-    if simulated:
-        yield "Simulated are the local layers with few micro batches, and compared with the formula for these."
 
 
 # -- for the terminal
@@ -241,7 +238,7 @@ def plan_lines(request: PlanRequest, findings: Findings, simulated: Simulated) -
         rows = [(f"{rejected.count:,}", rejected.example, rejected.message) for rejected in findings.rejected]
         yield from titled("rejected", ["layouts", "of them", "by train's message"], rows, "rll")
         yield ""
-    yield from (f"- {sentence}" for sentence in assumptions(request, shown, simulated))
+    yield from (f"- {sentence}" for sentence in _assumptions(request, shown))
 
 
 def _memory_rows(shown: Estimate, stages: list[RankMemory]) -> Iterator[Row]:
@@ -421,7 +418,7 @@ def _report(request: PlanRequest, findings: Findings, simulated: Simulated) -> d
             }
             for rank in simulated
         ],
-        "assumptions": list(assumptions(request, shown, simulated)),
+        "assumptions": list(_assumptions(request, shown)),
     }
 
 
