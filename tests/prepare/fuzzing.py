@@ -260,15 +260,3 @@ NO_TEXTS = (
     (b"", documents.EMPTY_TEXT),
     (b"a\xff", documents.INVALID_UTF8),
 )
-
-
-# -- bombs
-
-
-def write_bomb(path: Path, line: bytes, megabytes: int) -> int:
-    """About so many MB of one line over and over, or of none at all (`line` without its end); returns the lines."""
-    member = line * max(1, (min(64, megabytes) << 20) // len(line))
-    repeats = max(1, (megabytes << 20) // len(member))
-    packed = gzip.compress(member, 9, mtime=0) if path.suffix == ".gz" else zstd.compress(member, 19)
-    path.write_bytes(packed * repeats)
-    return member.count(b"\n") * repeats or 1

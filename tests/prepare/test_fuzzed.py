@@ -13,9 +13,9 @@ from pyarrow import parquet
 from megatron_fanformer.data.manifest import Manifest, read_any_manifest
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.prepare import documents
-from tests.prepare import commands, fuzzing
+from tests.prepare import fuzzing
 from tests.prepare.fuzzing import FuzzedFile
-from tests.prepare.making import Prepare, as_line
+from tests.prepare.making import Prepare
 
 Row = tuple[str, int, str | None, str | None, str]
 
@@ -94,54 +94,3 @@ def test_a_line_of_millions_of_objects_is_not_built(start: bytes) -> None:
     tracemalloc.stop()
     assert outcome == documents.Refusal(documents.TOO_LONG_TO_LOOK_AGAIN)
     assert peak < 2 * len(line)  # built, it takes twenty times its bytes
-
-
-@pytest.mark.parametrize("kind", [pytest.param("gz", marks=pytest.mark.full), "zst"])
-def test_bombs_cost_a_line_or_their_lines(tmp_path: Path, prepare: Prepare, kind: str) -> None:
-    size = 2 * documents.MAX_LINE_BYTES >> 20
-    fuzzing.write_bomb(tmp_path / f"a.jsonl.{kind}", b"a" * (1 << 20), size)
-    lines = fuzzing.write_bomb(tmp_path / f"b.jsonl.{kind}", b" " * ((1 << 20) - 1) + b"\n", 64)
-    last = tmp_path / "c.jsonl"
-    last.write_bytes(as_line("after all"))
-    paths = sorted(tmp_path.glob("*.jsonl*"))
-    assert sum(path.stat().st_size for path in paths) < size << 20 >> 9
-    report = prepare(tmp_path / "out", *paths, workers=2)
-    assert report.manifest.refused == {documents.TOO_LONG_A_LINE: 1, documents.EMPTY_LINE: lines}
-    assert report.manifest.documents == 1
-
-
-def damaged(folder: Path, whole: Sequence[FuzzedFile]) -> dict[Path, bytes]:
-    """Damages some files of a corpus; returns what they held."""
-    held = {}
-    for file in whole:
-        data = file.path.read_bytes()
-        match file.path.name.partition("-")[2]:
-            case "whole.json.gz" | "whole.jsonl.zst" | "frames.ndjson.zst":
-                file.path.write_bytes(data[: len(data) * 2 // 3])
-            case "members.jsonl.gz":
-                file.path.write_bytes(data + b"garbage that is no member")
-            case _:
-                continue
-        held[file.path] = data
-    return held
-
-
-def test_damaged_files_are_named_and_all_else_is_kept_for_the_next_run(
-    tmp_path: Path, small_tokenizer_file: Path
-) -> None:
-    files = fuzzing.write_fuzzed(tmp_path, 1_000, seed=3)
-    held = damaged(tmp_path, files)
-    assert len(held) == 4
-    prefix = str(tmp_path / "out" / "tokens")
-    arguments = [*(str(file.path) for file in files), "--output", prefix, "--workers", "2"]
-    arguments += ["--tokenizer", str(small_tokenizer_file)]
-    ended = commands.run(arguments)
-    assert (ended.code, ended.errors.count("\n")) == (3, 1)
-    assert all(str(path) in ended.errors for path in held)
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["tokens.parts"]
-    kept = sorted((tmp_path / "out" / "tokens.parts").glob("[0-9]*.json"))
-    assert [int(path.stem) for path in kept] == [at for at, file in enumerate(files) if file.path not in held]
-    for path, data in held.items():
-        path.write_bytes(data)
-    assert commands.run(arguments).code == 0
-    assert_all_accounted_for(files, prefix, small_tokenizer_file)

@@ -9,16 +9,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 from pyarrow import parquet
 
 from megatron_fanformer.cli import main
 from megatron_fanformer.data import manifest as manifest_module
-from megatron_fanformer.data.manifest import Manifest, read_any_manifest
 from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.data.tokenizer import load_tokenizer
-from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError
 from megatron_fanformer.prepare import prepare as hold_out
 from megatron_fanformer.prepare.documents import BLOCK_BYTES
@@ -105,17 +102,6 @@ def test_strict_stops_at_the_first_refused_line_and_leaves_nothing(
     assert not (tmp_path / "new").exists()
 
 
-def test_the_manifest_tells_what_the_files_hold(token_prefix: str, sample_files: list[Path]) -> None:
-    manifest = read_any_manifest(token_prefix)
-    assert isinstance(manifest, Manifest)
-    tokens = np.fromfile(token_prefix + ".bin", np.uint16)
-    assert (manifest.tokens, manifest.max_token_id) == (len(tokens), tokens.max())
-    assert [record.sha256 for record in manifest.inputs] == [sha256_of(file) for file in sample_files]
-    assert set(manifest.outputs[0].files) == {".bin", ".idx", ".ledger.parquet"}
-    for suffix, record in manifest.outputs[0].files.items():
-        assert record.sha256 == sha256_of(Path(token_prefix + suffix))
-
-
 def test_the_same_preparation_again_does_nothing(tmp_path: Path, mixed: Path, prepare: Prepare) -> None:
     prefix = tmp_path / "new" / "out"
     first = prepare(prefix, mixed)
@@ -189,9 +175,11 @@ def test_an_input_that_the_system_fails_to_read_is_named(
     assert str(error.value).startswith(line) and error.value.exit_code == 1
 
 
+@pytest.mark.parametrize("is_shard_damaged", [False, True])
 def test_once_the_damaged_input_is_mended_the_rest_is_not_done_again(
-    tmp_path: Path, mixed: Path, write_lines: WriteLines, prepare: Prepare
+    tmp_path: Path, mixed: Path, write_lines: WriteLines, prepare: Prepare, is_shard_damaged: bool
 ) -> None:
+    """Unless its shard was damaged, too."""
     other = write_lines("other.jsonl.gz", [as_line("text " * 100)] * 100)
     whole, times = other.read_bytes(), (1, 1)
     os.utime(other, times)
@@ -201,41 +189,14 @@ def test_once_the_damaged_input_is_mended_the_rest_is_not_done_again(
         prepare(tmp_path / "new" / "out", mixed, other)
     other.write_bytes(whole)
     os.utime(other, times)
+    if is_shard_damaged:
+        os.truncate(tmp_path / "new" / "out.parts" / "000000.tokens", 2)
     seen: list[PrepareProgress] = []
     prepare(tmp_path / "new" / "out", mixed, other, progress=seen.append)
     assert seen[-1].input_bytes == mixed.stat().st_size + len(whole)
-    assert seen[-1].text_bytes == 500 * 100  # of the other file alone: what was done before is not encoded again
+    if not is_shard_damaged:
+        assert seen[-1].text_bytes == 500 * 100  # the other file alone: finished shards are not encoded again
     assert hashes(tmp_path / "new") == hashes(tmp_path / "expected")
-
-
-@pytest.fixture
-def cut_short(tmp_path: Path, write_lines: WriteLines, prepare: Prepare) -> Callable[..., Any]:
-    """Prepare two inputs, of which the second is damaged and then mended; call the same command again."""
-    first, second = (write_lines(f"{name}.jsonl.gz", [as_line("text " * 100)] * 100) for name in ("first", "second"))
-
-    def prepare_them(**settings: Any) -> Any:
-        return prepare(tmp_path / "new" / "out", first, second, **settings)
-
-    def start(**settings: Any) -> Callable[[], Any]:
-        whole = second.read_bytes()
-        cut_off(second)
-        with pytest.raises(CorruptError, match="truncated"):
-            prepare_them(**settings)
-        second.write_bytes(whole)
-        return lambda: prepare_them(**settings)
-
-    return start
-
-
-def test_a_shard_that_was_damaged_meanwhile_is_made_again(
-    tmp_path: Path, cut_short: Callable[..., Any], prepare: Prepare
-) -> None:
-    again = cut_short()
-    os.truncate(tmp_path / "new" / "out.parts" / "000000.tokens", 9)
-    again()
-    inputs = sorted(tmp_path.glob("*.jsonl.gz"))
-    prepare(tmp_path / "expected" / "out", *inputs)
-    assert hashes(tmp_path / "new")["out.bin"] == hashes(tmp_path / "expected")["out.bin"]
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(1 << 16, "uint16"), ((1 << 16) + 1, "uint32")])
@@ -536,18 +497,12 @@ def test_what_is_of_other_inputs_is_refused_before_anything_is_written(
     assert hashes(tmp_path / "shared") == before
 
 
-def test_too_few_files_are_one_line_that_says_what_to_do(
-    documents: Path, run: HoldOut, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for parts, line in {
-        8: "more than the files given (7), which are not cut; give more files",
-        1: "at least 2",
-    }.items():
+def test_the_shares_are_about_equal_by_bytes_of_text(documents: Path) -> None:
+    assert [path.name[0] for path in hold_out.last_share(sorted(documents.iterdir()), 3)] == ["1", "2", "5", "6"]
+
+
+def test_too_few_files_are_one_line_that_says_what_to_do(run: HoldOut, capsys: pytest.CaptureFixture[str]) -> None:
+    for parts, line in ((8, "more than the files given (7), which are not cut; give more files"), (1, "at least 2")):
         assert run("x", parts=parts) == 2
         errors = capsys.readouterr().err
         assert line in errors and errors.count("\n") == 1
-    assert not (documents.parent / "x").exists()
-
-
-def test_the_shares_are_about_equal_by_bytes_of_text(documents: Path) -> None:
-    assert [path.name[0] for path in hold_out.last_share(sorted(documents.iterdir()), 3)] == ["1", "2", "5", "6"]

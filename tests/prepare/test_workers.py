@@ -4,57 +4,17 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from megatron_fanformer.data.manifest import Manifest, read_any_manifest
 from megatron_fanformer.errors import FanformerError
 from megatron_fanformer.prepare import workers
-from tests.patience import PATIENCE_SECONDS
+from tests.patience import wait_until
 from tests.prepare import commands
 from tests.prepare.making import Prepare, WriteLines, as_line, hashes
 from tests.prepare.mortal_workers import DEATHS, encode_or_die
 from tests.small_runs import start_command
-
-
-class LongInput:
-    """A preparation of two inputs, the second of which takes a worker long enough to be stopped there."""
-
-    DOCUMENTS = 321
-
-    def __init__(self, folder: Path, tokenizer: Path) -> None:
-        self.folder = folder / "out"
-        self._second = folder / "b.jsonl"
-        self._second.write_bytes((as_line("one two three " * 7_500) + b"\n") * (self.DOCUMENTS - 1))
-        first = folder / "a.jsonl"
-        first.write_bytes(as_line("one"))
-        self.command = [str(first), str(self._second), "--output", str(self.folder / "tokens")]
-        self.command += ["--tokenizer", str(tokenizer), "--workers", "1"]
-
-    def stopped_worker(self, session: int, *dead: int) -> int:
-        """The process of the worker that has the second input open, as none of the dead ones; it is stopped."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while time.monotonic() < deadline:
-            for worker in set(filter(_is_worker, commands.session_members(session))) - set(dead):
-                if self._is_open_in(worker):
-                    os.kill(worker, signal.SIGSTOP)
-                    return worker
-            time.sleep(0.005)
-        raise AssertionError("no worker")
-
-    def _is_open_in(self, process: int) -> bool:
-        try:
-            return any(file.readlink() == self._second for file in Path(f"/proc/{process}/fd").iterdir())
-        except OSError:  # it has closed one, or ended
-            return False
-
-    def documents(self) -> int:
-
-        manifest = read_any_manifest(str(self.folder / "tokens"))
-        assert isinstance(manifest, Manifest)
-        return manifest.documents
 
 
 def _is_worker(process: int) -> bool:
@@ -62,34 +22,6 @@ def _is_worker(process: int) -> bool:
         return b"spawn_main" in Path(f"/proc/{process}/cmdline").read_bytes()
     except OSError:
         return False
-
-
-@pytest.fixture
-def long_input(tmp_path: Path, small_tokenizer_file: Path) -> LongInput:
-    return LongInput(tmp_path, small_tokenizer_file)
-
-
-def test_a_file_that_kills_its_workers_is_named_at_once(long_input: LongInput) -> None:
-    process = start_command("prepare", *long_input.command)
-    dead: list[int] = []
-    for _ in range(2):
-        dead.append(long_input.stopped_worker(process.pid, *dead))
-        os.kill(dead[-1], signal.SIGKILL)
-    _, errors = process.communicate(timeout=PATIENCE_SECONDS)
-    assert (process.returncode, errors.count("\n")) == (1, 1)
-    assert "two workers died" in errors and "b.jsonl" in errors
-
-
-def test_workers_do_not_outlive_their_parent(long_input: LongInput) -> None:
-    process = start_command("prepare", *long_input.command)
-    long_input.stopped_worker(process.pid)
-    process.kill()
-    process.wait()
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while any(map(_is_worker, commands.session_members(process.pid))):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    process.communicate()
 
 
 def test_a_worker_that_dies_has_its_file_tried_once_more(
@@ -129,3 +61,24 @@ def test_workers_import_neither_torch_nor_megatron() -> None:
         "print({'torch', 'megatron', 'transformers'} & set(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+
+
+def test_workers_do_not_outlive_their_parent(tmp_path: Path, small_tokenizer_file: Path) -> None:
+    """Nor one that is stopped amid a long file."""
+    (long := tmp_path / "a.jsonl").write_bytes((as_line("one two three " * 7_500) + b"\n") * 320)
+    command = [str(long), "--output", str(tmp_path / "out" / "tokens"), "--tokenizer", str(small_tokenizer_file)]
+    process = start_command("prepare", *command, "--workers", "1")
+    wait_until(lambda: any(has_open(member, long) for member in commands.session_members(process.pid)))
+    (worker,) = (member for member in commands.session_members(process.pid) if has_open(member, long))
+    os.kill(worker, signal.SIGSTOP)
+    process.kill()
+    process.wait()
+    wait_until(lambda: not any(map(_is_worker, commands.session_members(process.pid))))
+    process.communicate()
+
+
+def has_open(process: int, path: Path) -> bool:
+    try:
+        return any(file.readlink() == path for file in Path(f"/proc/{process}/fd").iterdir())
+    except OSError:  # it has closed one, or ended
+        return False
