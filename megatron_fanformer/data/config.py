@@ -1,6 +1,5 @@
 """The section `data` of a run's configuration: where the samples come from."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,9 +28,6 @@ class DataConfig:
     stages: dict[str, list[Word]] = field(default_factory=dict)
     """Other mixes later in the run, by where they begin, such as `from step 9001` or `from token 3.9T`, each like
     `train_data` (docs/data.md#stages)."""
-    max_repetition: dict[str, float] = field(default_factory=dict)
-    """Most epochs that the run may take of a source, by its path, its folder or a pattern, such as `{"*": 4,
-    tokens/books: 0.5}`; of several that fit the last counts."""
     valid_data: dict[str, list[Word]] = field(default_factory=dict)
     """Validation sets by name, each like `train_data`."""
     split: str | None = None
@@ -93,13 +89,6 @@ class DataConfig:
                 "data.reset_position_ids: true without data.reset_attention_mask, where one text's positions run on; "
                 "set data.reset_attention_mask, too"
             )
-        problems += [
-            f"data.max_repetition: {name!r} is {most:g}, which must be a number above 0"
-            for name, most in self.max_repetition.items()
-            if not 0 < most < math.inf
-        ]
-        if self.max_repetition and self.is_chats:
-            problems.append("data.max_repetition: chats are repeated by training.epochs; leave it out")
         if self.num_workers is not None and self.num_workers < 0:
             problems.append(f"data.num_workers: {self.num_workers} is negative; 0 loads in the rank's own process")
         names = (TRAINING, TOKENIZER, *self.valid_data)

@@ -3,7 +3,6 @@
 Everything here is arithmetic: missing data are reported before a rank starts, and all ranks request the same.
 """
 
-import fnmatch
 import logging
 from collections.abc import Sequence
 
@@ -20,7 +19,6 @@ from megatron_fanformer.terminal import plural
 logger = logging.getLogger(__name__)
 
 EPOCHS_AS_GOOD_AS_NEW = 4  # Muennighoff et al., "Scaling Data-Constrained Language Models" (2023)
-LEAST_BEYOND = 1e-6  # relative: a run of exactly so many epochs is within its limit
 MID_LEVEL_SURPLUS = 0.005  # by which megatron-core requests more of each source of a blend than its share
 
 Sizes = dict[int, int | None]
@@ -39,8 +37,7 @@ class SampleCounts:
         """Check that the data suffice for a run, which has one mix where `mixes` are none.
 
         Raises:
-            InputError: a set with no whole sample, a split that leaves a part without documents;
-                a source of which the run would take more than `config.max_repetition` allows.
+            InputError: a set with no whole sample, a split that leaves a part without documents.
         """
         train = self._data.train
         if config.applied_split is not None:
@@ -55,10 +52,8 @@ class SampleCounts:
             self._check_blend(blend, VALIDATION, valid_samples)
         epochs = self.epochs_taken(config, mixes or [Mix(FIRST_MIX, 1, 0, train)], train_samples)
         most, source = max((epochs[source], self._name(source)) for source in epochs)
-        if config.max_repetition:
-            self._check_repetition(config, epochs)
-        elif most > EPOCHS_AS_GOOD_AS_NEW:
-            logger.warning("the run reads %s %.3g times; give it more data, or set data.max_repetition", source, most)
+        if most > EPOCHS_AS_GOOD_AS_NEW:
+            logger.warning("the run reads %s %.3g times; give it more data, or a lower weight", source, most)
 
     def epochs_taken(self, config: DataConfig, mixes: Sequence[Mix], train_samples: int) -> dict[Source, float]:
         """Return how many epochs of each source a run takes; less than 1 where it does not come to the end of it."""
@@ -75,21 +70,6 @@ class SampleCounts:
         if config.applied_split is None:
             return [self.epoch_of(source) for source in blend.sources]
         return [tokens / self._seq_length for tokens in self._tokens_of(blend, TRAIN, is_split=True)]
-
-    def _check_repetition(self, config: DataConfig, epochs: dict[Source, float]) -> None:
-        stated = {source: self._data.stated(source) for source in epochs}
-        unknown = [name for name in config.max_repetition if not any(_matches(path, name) for path in stated.values())]
-        problems = [f"data.max_repetition: {name!r} is no source's path; name one, or a pattern" for name in unknown]
-        for source, taken in epochs.items():
-            rules = [(name, most) for name, most in config.max_repetition.items() if _matches(stated[source], name)]
-            if rules and taken > rules[-1][1] * (1 + LEAST_BEYOND):
-                name, most = rules[-1]
-                problems.append(
-                    f"{self._name(source)}: the run takes {taken:,.3g} epochs of it, more than data.max_repetition "
-                    f"{name!r} allows ({most:g}); lower its weight, shorten the run, or raise the limit"
-                )
-        if problems:
-            raise InputError("\n".join(problems))
 
     def _check_blend(self, blend: Blend, part: int, size: int | None) -> None:
         if not any(source.is_npy for source in blend.sources):
@@ -235,9 +215,3 @@ class SampleCounts:
             if min(tokens) <= self._seq_length or (size is not None and size > self._samples(tokens)):
                 return [float(self._data.pair(source).tokens) for source in blend.sources]
         return None
-
-
-def _matches(source: Source, name: str) -> bool:
-    """Return whether a limit names a source: by its path, its folder or a pattern."""
-    folder = name.rstrip("/") + "/"
-    return any(path == name or path.startswith(folder) or fnmatch.fnmatchcase(path, name) for path in source.paths)

@@ -49,6 +49,7 @@ MOVED_FIELDS = {
     "runtime.numa_binding": "",
     "data.staging_bytes": "",
     "data.remote": "",
+    "data.max_repetition": "",
     "logging.csv": "",
     "logging.record_memory_history": "",
 }

@@ -141,7 +141,6 @@ def test_a_name_that_says_no_beginning_is_refused(name: str) -> None:
         ({"train_data": ["{c}", "{d}"], "stages": {"from step 5": ["{c}"]}}, "c.npy is in two sources, .*c.npy and 1"),
         ({"stages": {"from step 5": ["{folder}/../{name}/a"]}}, "a.bin is in two sources, .* in the same words"),
         ({"stages": {"from step 5": ["{a}"]}, "split": "9,1"}, "cannot be combined with data.split"),
-        ({"max_repetition": {"*": 0.0}}, r"data\.max_repetition: '\*' is 0, which must be a number above 0"),
     ],
 )  # fmt: skip
 def test_each_problem_is_named(data: dict[str, str], fields: dict[str, Any], message: str) -> None:
@@ -177,20 +176,3 @@ def test_a_source_without_a_whole_sample_is_refused(data: dict[str, str], tmp_pa
     data["e"] = write_pair(tmp_path / "e", [[SEQ_LENGTH]])
     with pytest.raises(InputError, match=r"e holds no whole sample of 64 tokens"):
         checked(config(data, "a", s11="1 a 1 e"), 20)
-
-
-@pytest.mark.parametrize(
-    ("limits", "most"),
-    [({"*": 0.5}, 104), ({"*": 3, "{a}": 0.25}, 52), ({"{a}": 0.25, "*": 2.0}, 416), ({"{folder}": 1}, 208)],
-)
-def test_a_run_that_takes_more_of_a_source_than_it_may_is_refused(
-    data: dict[str, str], tmp_path: Path, limits: dict[str, float], most: int
-) -> None:
-    """Of 208 samples: the last limit that fits counts."""
-    of_paths = {name.format(**data, folder=tmp_path): value for name, value in limits.items()}
-    settings = DataConfig(train_data=[data["a"]], max_repetition=of_paths)
-    checked(settings, most)
-    name, value = list(of_paths.items())[-1]
-    with pytest.raises(InputError, match="epochs of it, more than data") as error:
-        checked(settings, most + 1)
-    assert f"more than data.max_repetition {name!r} allows ({value:g})" in str(error.value)
