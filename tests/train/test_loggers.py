@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import struct
-from collections.abc import Callable
 from contextlib import nullcontext
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -26,7 +25,7 @@ from megatron_fanformer.train.loggers import LOGGERS, Loggers, LoggingConfig
 from megatron_fanformer.train.metrics import METRIC_TABLE, metric_of, read_metrics
 from megatron_fanformer.train.preflight import machine_problems
 from megatron_fanformer.train.start import _train
-from tests.small_runs import small_run, write_tokens
+from tests.small_runs import RunOnRanks, small_run, write_tokens
 from tests.train.test_recovery import Poison, train_poisoned
 
 FOREIGN = [b"", b"\xff\xfe\x00 not text", b"[1, 2]", b"7", b'{"step": "8"}', b'{"steps": 1}', b"[" * 100_000, b"null"]
@@ -64,16 +63,6 @@ def test_a_line_stays_json_whatever_the_numbers_are(tmp_path: Path) -> None:
     assert json.loads(line, parse_constant=pytest.fail) == {"step": 1, "loss": None, "health/phase_max": [1.0, None]}
 
 
-def test_a_full_disk_is_named_and_closing_does_not_hide_it(tmp_path: Path) -> None:
-    lines = JSONLines(start(tmp_path))
-    lines._file.close()
-    lines._file = Path("/dev/full").open("a")  # noqa: SIM115
-    with pytest.raises(OSError, match="No space left") as refused:
-        lines.write(1, {})
-    assert refused.value.filename == str(tmp_path / METRICS)
-    lines.close(failed=True)
-
-
 # -- all loggers of a run that logs steps 1 to 4, is killed, resumes after step 2, and logs 3 to 5 again
 
 
@@ -85,10 +74,10 @@ def loggers(run: Path, **fields: Any) -> Loggers:
 
 
 def metrics(step: int, life: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"loss": 10.0 * life + step, "tokens": TOKENS * step, "tokens_per_second": 1e3}
+    numbers: dict[str, Any] = {"loss": 10.0 * life + step, "tokens": TOKENS * step, "tokens_per_second": 1e3}
     if step % 2 == 0:
-        found |= {"validation_loss/books, all": 0.5 * step, "health/phase_max": [1.0, 3.0, 2.0]}
-    return found | ({"skipped": 'a "spike", twice'} if step == 3 else {})
+        numbers |= {"validation_loss/books, all": 0.5 * step, "health/phase_max": [1.0, 3.0, 2.0]}
+    return numbers | ({"skipped": 'a "spike", twice'} if step == 3 else {})
 
 
 def log_two_lives(run: Path, **fields: Any) -> None:
@@ -141,10 +130,7 @@ def wandb_records(file: Path) -> list[Any]:
     return [wandb_internal_pb2.Record.FromString(record) for record in records]
 
 
-needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
-
-
-@needs_wandb
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
 @pytest.mark.full  # starts W&B's own processes
 def test_wandb_goes_on_with_its_run_and_gets_no_step_twice(tmp_path: Path) -> None:
     """Its rows cannot be taken back: of steps that were logged before, the first life's stay."""
@@ -250,7 +236,7 @@ def train_with_it(values: dict[str, Any], bad: tuple[int, ...]) -> tuple[str | N
 
 
 @pytest.fixture(scope="module")
-def run(run_on_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(run_on_ranks: RunOnRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Stopped after step 4, resumed, sent back to step 5 by three bad steps, and complete."""
     folder = tmp_path_factory.mktemp("logged")
     tokens = write_tokens(folder / "random")

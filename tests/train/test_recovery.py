@@ -1,6 +1,5 @@
 """What a run does by itself: about damaged checkpoints, and about steps whose numbers are bad."""
 
-import copy
 import itertools
 import json
 import shutil
@@ -14,17 +13,18 @@ import pytest
 import torch
 
 from megatron_fanformer.checkpoint import run_folder
-from megatron_fanformer.errors import CorruptError, DivergenceError, InputError
+from megatron_fanformer.errors import CorruptError, DivergenceError
 from megatron_fanformer.runtime.agreement import is_main
 from megatron_fanformer.train.config import config_from_dict
 from megatron_fanformer.train.metrics import read_metrics
 from megatron_fanformer.train.preflight import find_start
 from megatron_fanformer.train.recovery import BadSteps, RecoveryConfig, read_events
 from megatron_fanformer.train.step import StepBatches, compare_attempts
-from tests.small_runs import small_run, trainer_of
+from tests.small_runs import RunOnRanks, small_run, trainer_of
 from tests.train.test_trainer import numbers, stored_tensors, train
 
-RunOnRanks = Callable[..., list[Any]]
+Configured = Callable[..., dict[str, Any]]
+Without = Callable[..., Path]
 STEPS = 12
 LAST = run_folder.checkpoint_name(STEPS)
 LAYOUT = {"data_parallel_size": 2}
@@ -64,26 +64,18 @@ def train_poisoned(values: dict[str, Any], poison: Poison) -> str | None:
 
 
 @pytest.fixture(scope="module")
-def configured(tokens: str) -> Callable[..., dict[str, Any]]:
+def configured(tokens: str) -> Configured:
     """`configured(run, **recovery)`: a run that saves after every fifth step."""
 
     def configuration(run: Path, **recovery: Any) -> dict[str, Any]:
-        return small_run(
-            tokens,
-            run,
-            parallel=LAYOUT,
-            training={"train_iters": STEPS},
-            checkpoint={"save_interval": 5},
-            recovery=recovery,
-        )
+        training, checkpoint = {"train_iters": STEPS}, {"save_interval": 5}
+        return small_run(tokens, run, parallel=LAYOUT, training=training, checkpoint=checkpoint, recovery=recovery)
 
     return configuration
 
 
 @pytest.fixture(scope="module")
-def without(
-    run_on_ranks: RunOnRanks, tmp_path_factory: pytest.TempPathFactory, configured: Callable[..., dict[str, Any]]
-) -> Callable[..., Path]:
+def without(run_on_ranks: RunOnRanks, tmp_path_factory: pytest.TempPathFactory, configured: Configured) -> Without:
     """`without(3, 4)`: a run that was told to skip these steps; made when first asked for."""
     made: dict[tuple[int, ...], Path] = {}
 
@@ -119,7 +111,7 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def test_poisoned_steps_are_skipped_as_if_they_had_been_named(
-    run_on_ranks: RunOnRanks, tmp_path: Path, configured: Callable[..., dict[str, Any]], without: Callable[..., Path]
+    run_on_ranks: RunOnRanks, tmp_path: Path, configured: Configured, without: Without
 ) -> None:
     values = configured(tmp_path / "run")
     assert run_on_ranks(2, train_poisoned, values, Poison((3, 7, 10))) == [None, None]
@@ -134,7 +126,7 @@ def test_poisoned_steps_are_skipped_as_if_they_had_been_named(
 
 
 def test_a_fault_of_a_machine_leaves_no_trace_but_a_line_that_names_the_rank(
-    run_on_ranks: RunOnRanks, tmp_path: Path, configured: Callable[..., dict[str, Any]], without: Callable[..., Path]
+    run_on_ranks: RunOnRanks, tmp_path: Path, configured: Configured, without: Without
 ) -> None:
     """The rank that computed the gradient alone, whether or not it holds the sum, too."""
     values = configured(tmp_path / "run")
@@ -149,7 +141,7 @@ def test_a_fault_of_a_machine_leaves_no_trace_but_a_line_that_names_the_rank(
     assert events(tmp_path / "run", "skipped") == []
 
 
-def judged_with_norms(values: dict[str, Any], own: tuple[float, float]) -> tuple[float, str | None]:
+def fault_by_norms(values: dict[str, Any], own: tuple[float, float]) -> tuple[float, str | None]:
     """The norm and the fault of a step whose gradients' norm each rank has by itself."""
     with trainer_of(values) as trainer:
         trainer._optimizer.get_grad_norm = lambda: own[trainer.grid.rank]
@@ -166,29 +158,22 @@ INF = (inf, "the gradient norm is inf")
     [
         ({**LAYOUT, **PLAIN}, True, (3.0, nan), [INF, INF]),
         ({**LAYOUT, **PLAIN}, True, (-inf, 3.0), [INF, INF]),
-        ({**LAYOUT, **PLAIN}, True, (2.0, 1 / 3), [(2.0, None)] * 2),
         ({"context_parallel_size": 2, **PLAIN}, True, (1 / 3, 0.1), [(1 / 3, None)] * 2),
         ({**LAYOUT, "num_distributed_optimizer_instances": 2}, True, (nan, 3.0), [INF, INF]),
         ({**LAYOUT, **PLAIN}, False, (3.0, nan), [(3.0, None), (pytest.approx(nan, nan_ok=True), None)]),
     ],
 )
 def test_replicas_that_each_take_the_norm_judge_alike(
-    run_on_ranks: RunOnRanks,
-    tmp_path: Path,
-    tokens: str,
-    parallel: dict[str, Any],
-    is_judged: bool,
-    own: tuple[float, float],
-    judged: list[Any],
+    run_on_ranks: RunOnRanks, tmp_path: Path, tokens: str, parallel: Any, is_judged: bool, own: Any, judged: list[Any]
 ) -> None:
     """One that decides by itself to compute a step again waits for the others for ever."""
     recovery = {"check_for_nan_in_loss_and_grad": is_judged}
     values = small_run(tokens, tmp_path / "run", parallel=parallel, recovery=recovery)
-    assert run_on_ranks(2, judged_with_norms, values, own) == judged
+    assert run_on_ranks(2, fault_by_norms, values, own) == judged
 
 
 def test_several_bad_steps_in_a_row_send_the_run_back(
-    run_on_ranks: RunOnRanks, tmp_path: Path, configured: Callable[..., dict[str, Any]], without: Callable[..., Path]
+    run_on_ranks: RunOnRanks, tmp_path: Path, configured: Configured, without: Without
 ) -> None:
     values = configured(tmp_path / "run")
     assert run_on_ranks(2, train_poisoned, values, Poison((7, 8, 9))) == [None, None]
@@ -199,7 +184,7 @@ def test_several_bad_steps_in_a_row_send_the_run_back(
 
 
 def test_a_run_may_go_back_once_more_after_a_save(
-    run_on_ranks: RunOnRanks, tmp_path: Path, configured: Callable[..., dict[str, Any]], without: Callable[..., Path]
+    run_on_ranks: RunOnRanks, tmp_path: Path, configured: Configured, without: Without
 ) -> None:
     values = configured(tmp_path / "run", max_bad_steps_in_a_row=1, max_rewinds=1)
     assert run_on_ranks(2, train_poisoned, values, Poison((7, 11))) == [None, None]
@@ -208,7 +193,7 @@ def test_a_run_may_go_back_once_more_after_a_save(
 
 
 def test_without_a_checkpoint_there_is_nothing_to_go_back_to(
-    run_on_ranks: RunOnRanks, tmp_path: Path, configured: Callable[..., dict[str, Any]]
+    run_on_ranks: RunOnRanks, tmp_path: Path, configured: Configured
 ) -> None:
     values = configured(tmp_path / "run")
     for problem in run_on_ranks(2, train_poisoned, values, Poison((2, 3, 4))):
@@ -255,7 +240,7 @@ def train_with_a_bad_tensor(values: dict[str, Any], which: str) -> str:
 
 @pytest.mark.parametrize("which", ["weight", "moment"])
 def test_what_is_not_finite_is_never_published(
-    run_on_ranks: RunOnRanks, tmp_path: Path, configured: Callable[..., dict[str, Any]], which: str
+    run_on_ranks: RunOnRanks, tmp_path: Path, configured: Configured, which: str
 ) -> None:
     values = configured(tmp_path / "run")
     values["parallel"]["use_distributed_optimizer"] = which == "moment"
@@ -270,10 +255,7 @@ def test_what_is_not_finite_is_never_published(
 
 
 def test_a_validation_loss_that_is_not_finite_ends_the_run(
-    run_on_ranks: RunOnRanks,
-    tmp_path: Path,
-    configured: Callable[..., dict[str, Any]],
-    tokens: str,
+    run_on_ranks: RunOnRanks, tmp_path: Path, configured: Configured, tokens: str
 ) -> None:
     values = configured(tmp_path / "run", check_for_nan_in_loss_and_grad=False)
     values["data"]["valid_data"] = {"held out": [tokens]}
@@ -294,20 +276,9 @@ def flip_a_bit(file: Path, place: float) -> None:
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize(
-    "file",
-    [
-        "__1_0.distcp",
-        "manifest.json",
-        *(pytest.param(name, marks=pytest.mark.full) for name in ("config.yaml", "metadata.json", ".metadata")),
-    ],
-)
+@pytest.mark.parametrize("file", ["__1_0.distcp", "manifest.json"])
 def test_a_run_goes_on_from_before_a_damaged_checkpoint(
-    run_on_ranks: RunOnRanks,
-    tmp_path: Path,
-    configured: Callable[..., dict[str, Any]],
-    without: Callable[..., Path],
-    file: str,
+    run_on_ranks: RunOnRanks, tmp_path: Path, configured: Configured, without: Without, file: str
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(without(), run)
@@ -338,7 +309,7 @@ def train_error(values: dict[str, Any]) -> str:
 
 
 def test_where_every_checkpoint_is_damaged_nothing_starts_anew(
-    tmp_path: Path, configured: Callable[..., dict[str, Any]], without: Callable[..., Path]
+    tmp_path: Path, configured: Configured, without: Without
 ) -> None:
     shutil.copytree(without(), tmp_path / "run")
     for checkpoint in run_folder.complete_checkpoints(tmp_path / "run"):
@@ -347,17 +318,8 @@ def test_where_every_checkpoint_is_damaged_nothing_starts_anew(
         find_start(config_from_dict(configured(tmp_path / "run")), 2)
 
 
-def test_a_run_does_not_train_past_its_end(
-    tmp_path: Path, configured: Callable[..., dict[str, Any]], without: Callable[..., Path]
-) -> None:
-    values = copy.deepcopy(configured(without()))
-    values["training"]["train_iters"] = STEPS - 1
-    with pytest.raises(InputError, match=f"training.train_iters is {STEPS - 1}, but the run in .* is at step {STEPS}"):
-        find_start(config_from_dict(values), 2)
-
-
 def test_a_checkpoint_from_before_there_were_manifests_is_checked_by_what_it_has(
-    run_on_ranks: RunOnRanks, tmp_path: Path, configured: Callable[..., dict[str, Any]], without: Callable[..., Path]
+    run_on_ranks: RunOnRanks, tmp_path: Path, configured: Configured, without: Without
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(without(), run)
@@ -404,10 +366,8 @@ def test_medians_are_those_of_the_checkpoint_that_a_run_goes_back_to() -> None:
     ("numbers", "differing", "says"),
     [
         ((((2, inf, 1),) * 2, ((2, inf, 1),) * 2), [], "every rank the same"),
-        ((((2, 1, inf),) * 2, ((2, inf, inf),) * 2), [], "every rank the same; not finite on rank 1 alone"),
         ((((2, 1, inf),) * 2, ((2, 1, 1),) * 2), [], "every rank the same; not finite on rank 0 alone"),
         ((((2, 1, 1), (2, 3, 1)), ((2, inf, 1),) * 2), [0], "rank 0 computed otherwise; not finite on rank 1 alone"),
-        ((((2, 1, nan), (2, 1, 3)), ((2, nan, 1), (2, 1, 1))), [1], "rank 1 computed otherwise"),
         ((((2, 1, nan), (2, 1, 3)), ((2, 1, 1), (2, 1, 1))), [0], "rank 0 computed otherwise"),
         ((((2, 0, 0),) * 2, ((2, 0, 0),) * 2), [], "the sum over replicas does not show by which rank"),
     ],
