@@ -26,10 +26,8 @@ from tests.train.layouts import gather, shards_of
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "alone": (1, {}),
     "tp2-sequence": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "fan_form": "sequence"}),
-    "tp2-plain": (2, {"tensor_model_parallel_size": 2, "use_distributed_optimizer": False}),
     "dp2": (2, {"data_parallel_size": 2, "overlap_grad_reduce": True, "overlap_param_gather": True}),
     "dp2-instances": (2, {"data_parallel_size": 2, "num_distributed_optimizer_instances": 2}),
-    "cp2": (2, {"context_parallel_size": 2}),
     "pp2": (2, {"pipeline_model_parallel_size": 2}),
 }
 
@@ -55,9 +53,7 @@ def take_three_steps(values: dict[str, Any]) -> tuple[dict[str, Any], list[Any],
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.full if name in ("cp2", "tp2-plain") else ()) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_norms_are_those_of_the_whole_model(
     run_on_ranks: Callable[..., list[Any]], tmp_path: Path, tokens: str, name: str, tied: bool
 ) -> None:

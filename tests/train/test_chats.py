@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,11 @@ from megatron_fanformer.train.metrics import read_metrics
 from megatron_fanformer.train.preflight import find_start, with_steps
 from tests.chat_pairs import Chat, random_chats, write_chats
 from tests.checkpoint.test_saving import writers_do_first
-from tests.small_runs import SEQ_LENGTH, VOCAB_SIZE, first_step, small_run, trainer_of
+from tests.small_runs import SEQ_LENGTH, VOCAB_SIZE, RunOnRanks, first_step, small_run, trainer_of
 from tests.train.test_recovery import SLOW_SECONDS
 from tests.train.test_trainer import train
 
 SAME = 1e-6  # relative: float32 sums in another order
-
-RunOnRanks = Callable[..., list[Any]]
 
 
 def chats_run(folder: Path, chats: list[Chat], **sections: dict[str, Any]) -> dict[str, Any]:
@@ -123,10 +121,7 @@ def test_a_validation_set_without_a_learned_token_is_refused(tmp_path: Path, run
         tmp_path,
         whole,
         data={"valid_data": {"held-out": [write_chats(tmp_path / "other" / "chats", silent)]}},
-        training={
-            **{"train_iters": 6, "global_batch_size": 2, "micro_batch_size": 1},
-            **{"eval_iters": 2, "eval_interval": 3},
-        },
+        training=dict(train_iters=6, global_batch_size=2, micro_batch_size=1, eval_iters=2, eval_interval=3),
         checkpoint={"save_interval": 2, "async_save": True},
     )
     with pytest.raises(InputError, match=r"^validation set held-out has no learned token within the first 16 of any"):
@@ -177,13 +172,9 @@ def test_epochs_become_steps_which_the_run_records(tmp_path: Path, run_on_ranks:
     warmup = round(0.5 * start.train_iters)
     rates = [entry["learning_rate"] for entry in metrics]
     assert rates == pytest.approx([1e-2 * min(1, step / warmup) for step in range(1, len(rates) + 1)])
-    assert (
-        find_start(config_from_dict(values), None, unless_complete=True) is None
-    )  # the same command finds it complete
+    assert find_start(config_from_dict(values), None, unless_complete=True) is None  # it is complete
     values["training"]["epochs"] = 0.5
-    with pytest.raises(
-        InputError, match=rf"training\.epochs makes \d+, but .* is at step {start.train_iters}; raise it"
-    ):
+    with pytest.raises(InputError, match=rf"epochs makes \d+, but .* is at step {start.train_iters}; raise it"):
         find_start(config_from_dict(values), None)
 
 
@@ -192,16 +183,11 @@ def test_epochs_become_steps_which_the_run_records(tmp_path: Path, run_on_ranks:
     [
         ({"training": {"epochs": 2}}, "training.train_iters, training.epochs: both are given"),
         ({"training": {"train_iters": None}}, "training.train_iters, training.epochs: neither is given"),
-        ({"training": {"train_iters": None, "epochs": 0}}, "training.epochs is 0.0; it must be above 0"),
         (
             {"training": {"train_iters": None, "epochs": 1}, "data": {"format": "pretraining"}},
             "training.epochs is 1.0, which counts conversations (data.format sft) alone",
         ),
         ({"schedule": {"lr_warmup_fraction": 0.1}}, "schedule.lr_warmup_fraction is 0.1 and lr_warmup_iters 5"),
-        (
-            {"schedule": {"lr_warmup_fraction": 1.0, "lr_warmup_iters": 0}},
-            "schedule.lr_warmup_fraction is 1.0; it must lie in [0, 1), or null",
-        ),
         (
             {"schedule": {"lr_warmup_fraction": 0.99, "lr_warmup_iters": 0}},
             "schedule.lr_warmup_fraction 0.99 is not below the end of the decay, step 20",

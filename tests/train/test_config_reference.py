@@ -73,7 +73,6 @@ def test_the_verb_prints_what_was_asked_for(tmp_path: Path, capsys: pytest.Captu
     ("change", "message"),
     [
         (["--parallel.tensor_model_parallel_size", "3"], "does not divide model.num_attention_heads 16"),
-        (["--schedule.lr_warmup_iters", "250000"], "is not below the end of the decay, step 250000"),
         (["--data.train_data", "[]"], "data.train_data is empty"),
     ],
 )
@@ -111,6 +110,8 @@ def test_the_home_directory_may_stand_in_any_value(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--output", "x.yaml"], "--output has no effect without --from-megatron"),
+        (["--from-megatron", "pretrain.sh"], "pretrain.sh is no argument of pretrain_gpt.py"),
         (["--config", "x.yaml"], "--config has no effect without --resolved"),
         (["--model.seq_length", "3"], "--model.seq_length has no effect without --resolved"),
         (["--resolved"], "--resolved needs --config FILE"),

@@ -3,7 +3,6 @@
 import copy
 import logging
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,9 @@ from megatron_fanformer.train.config import config_from_dict
 from megatron_fanformer.train.metrics import read_metrics
 from megatron_fanformer.train.preflight import RunStart, find_start
 from tests.data.token_making import write_manifest
-from tests.small_runs import SEQ_LENGTH, small_run, write_tokens
+from tests.small_runs import SEQ_LENGTH, RunOnRanks, small_run, write_tokens
 from tests.train.test_trainer import train
 
-RunOnRanks = Callable[..., list[Any]]
 Values = dict[str, dict[str, Any]]
 
 STEP_TOKENS = 4 * SEQ_LENGTH

@@ -13,9 +13,7 @@ from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.errors import Interrupted
 from megatron_fanformer.train import interrupts
 from megatron_fanformer.train.interrupts import InterruptListener
-from tests.small_runs import small_run, trainer_of
-
-RunOnRanks = Callable[..., list[Any]]
+from tests.small_runs import RunOnRanks, small_run, trainer_of
 
 
 def train_and_ask(values: dict[str, Any], during: str, number: signal.Signals, at_step: int) -> tuple[int, bool]:

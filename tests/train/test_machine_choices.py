@@ -2,7 +2,6 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +13,8 @@ from megatron_fanformer.runtime import device
 from megatron_fanformer.train import machine_choices
 from megatron_fanformer.train.config import config_from_dict
 from megatron_fanformer.train.machine_choices import attention_notice, choice_lines, choose_for_machine
-from tests.small_runs import small_run, train
+from tests.small_runs import RunOnRanks, small_run, train
 
-RunOnRanks = Callable[..., list[Any]]
 ENGINE_ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
 OPEN = {
     "kernels": {"transformer_impl": "auto"},

@@ -2,7 +2,6 @@
 
 import dataclasses
 import io
-import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,10 +20,10 @@ from megatron_fanformer.plan.gradient_buffers import EMBEDDING
 from megatron_fanformer.train.config import config_from_dict
 from megatron_fanformer.train.optimizer import single_optimizers
 from megatron_fanformer.train.optimizers import OPTIMIZERS, OptimizerConfig
-from megatron_fanformer.train.preflight import KEPT, _resume_problems
+from megatron_fanformer.train.preflight import _resume_problems
 from tests.checkpoint import states
 from tests.checkpoint.states import Shown, layers_for, small_model, training, world_size
-from tests.small_runs import ROOT, small_run, trainer_of, write_config, write_tokens
+from tests.small_runs import RunOnRanks, small_run, trainer_of, write_config, write_tokens
 from tests.train.layouts import gather
 from tests.train.momentum import NAME, registered
 from tests.train.test_callbacks import LAYOUTS, check_norms, take_three_steps
@@ -39,13 +38,10 @@ def test_rates_betas_and_epsilon_are_the_present_ones_after_a_resume() -> None:
     assert optimizer.param_groups == [{**PRESENT, "wd_mult": 1.0, "step": 7}, {**PRESENT, "eps": 1e-4, "step": 7}]
 
 
-@pytest.mark.parametrize(
-    ("name", "remedy"), [("Adam", "did you mean adamw?"), ("shampoo", f"name {', '.join(OPTIMIZERS)}")]
-)
-def test_another_name_is_refused_with_the_nearest(name: str, remedy: str) -> None:
+def test_another_name_is_refused_with_the_nearest() -> None:
     assert OptimizerConfig().problems() == []
-    assert OptimizerConfig(name=name).problems() == [
-        f"optimizer.name is '{name}', which is no optimizer here; {remedy}"
+    assert OptimizerConfig(name="Adam").problems() == [
+        "optimizer.name is 'Adam', which is no optimizer here; did you mean adamw?"
     ]
 
 
@@ -78,19 +74,6 @@ def test_a_run_goes_on_with_its_own(tmp_path: Path, saved: str | None) -> None:
     assert _resume_problems(checkpoint, config, "train_iters") == (refused if saved == "momentum" else [])
 
 
-def test_the_page_names_the_fields_that_a_run_keeps() -> None:
-    page = (ROOT / "docs" / "checkpoints-and-conversion.md").read_text(encoding="utf-8")
-    (sentence,) = re.findall(r"^- `model` .* must not change", page, re.MULTILINE)
-    assert {name for name in re.findall(r"`([\w.]+)`", sentence) if not name.startswith("model")} == set(KEPT)
-
-
-def test_matrices_of_layers_alone_are_decayed() -> None:
-    rule = OPTIMIZERS["adamw"]
-    assert rule.group_of("module.decoder.layers.0.mlp.linear_fc1.weight", 2) == {}
-    for name, dimensions in ((f"embedding.{EMBEDDING}.weight", 2), ("input_layernorm.weight", 1), ("fan.bias", 1)):
-        assert rule.group_of(name, dimensions) == {"wd_mult": 0.0}
-
-
 # -- optimizers beside AdamW do all that it does
 
 
@@ -99,11 +82,6 @@ BUFFER = "momentum_buffer"
 LR = {NAME: 2e-2, "muon": 1e-2}
 MODEL = small_model(num_layers=2)
 SAME_LOSS = 1e-6  # relative, between layouts
-
-RunOnRanks = Callable[..., list[Any]]
-
-
-# -- on every rank
 
 
 def with_it(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -121,19 +99,11 @@ def losses_of(layout: str, recipe: OptimizerConfig, model: FANformerConfig = MOD
         return run.take_steps(6)
 
 
-# -- tests
-
-
 @pytest.mark.parametrize(
     ("name", "layouts"),
     [
         pytest.param(NAME, ("dp2", "tp2"), marks=pytest.mark.full),
         ("muon", ("dp2", "fan-sequence-plain")),
-        pytest.param(
-            "muon",
-            ("tp2", "cp2", "pp2", "vpp2", "dp2-overlap", "dp2-plain", "tp2-sp-plain", "tp2-dp2"),
-            marks=pytest.mark.full,
-        ),
     ],
 )
 def test_layouts_have_equal_losses(run_on_ranks: RunOnRanks, name: str, layouts: tuple[str, ...]) -> None:
@@ -175,18 +145,17 @@ def test_a_checkpoint_loads_in_another_layout(
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("layout", ["alone", "dp2", "tp2-sequence"])
-def test_norms_are_those_of_the_whole_model(run_on_ranks: RunOnRanks, tmp_path: Path, name: str, layout: str) -> None:
+def test_norms_are_those_of_the_whole_model(run_on_ranks: RunOnRanks, tmp_path: Path, layout: str) -> None:
     ranks, parallel = LAYOUTS[layout]
     values = small_run(
         write_tokens(tmp_path / "tokens"),
         tmp_path / "run",
         parallel=parallel,
-        optimizer={"name": name, "lr": 1e-2, "weight_decay": 0.5},
+        optimizer={"name": "muon", "lr": 1e-2, "weight_decay": 0.5},
         logging={"norm_interval": 3, "phase_interval": None, "straggler_interval": None},
     )
-    check_norms(run_on_ranks(ranks, with_it, take_three_steps, values))
+    check_norms(run_on_ranks(ranks, take_three_steps, values))
 
 
 def noted_norms(values: dict[str, Any]) -> list[int]:
@@ -201,15 +170,12 @@ def noted_norms(values: dict[str, Any]) -> list[int]:
         return counts
 
 
-@pytest.mark.parametrize(("interval", "are_noted"), [(2, [False, True, False, True]), (None, [False] * 4)])
-def test_muon_takes_norms_in_the_steps_that_report_them(
-    run_on_ranks: RunOnRanks, tmp_path: Path, interval: int | None, are_noted: list[bool]
-) -> None:
+def test_muon_takes_norms_in_the_steps_that_report_them(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
     values = small_run(
         write_tokens(tmp_path / "tokens"),
         tmp_path / "run",
         optimizer={"name": "muon"},
-        logging={"norm_interval": interval},
+        logging={"norm_interval": 2},
     )
     [counts] = run_on_ranks(1, noted_norms, values)
-    assert [count > 0 for count in counts] == are_noted
+    assert [count > 0 for count in counts] == [False, True, False, True]

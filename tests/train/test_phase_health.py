@@ -1,7 +1,6 @@
 """Phase health: of a single process by plain formulas, in layouts by a single process; planted faults are told."""
 
 import io
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,8 @@ import torch
 from rich.console import Console
 
 from megatron_fanformer.train.phase_health import BINS_PER_OCTAVE, COARSE_PHASE, DEAD_SPREAD, PERCENTILES, PhaseHealth
-from tests.small_runs import small_run, trainer_of
+from tests.small_runs import RunOnRanks, small_run, trainer_of
 
-RunOnRanks = Callable[..., list[Any]]
 HALF_A_BIN = 1 / (2 * BINS_PER_OCTAVE)
 FOLLOWS_GRADIENTS = {"adam_eps": 1e-2}
 """AdamW's first update is almost the gradient's sign, which rounding decides where the gradient is small: the phases of
@@ -24,15 +22,10 @@ QK_AND_V = {"model": {"num_layers": 4, "fan": {"placement": "qk_and_v", "v_p_rat
 NO_LINEAR_ROWS = {"model": {"fan": {"placement": "qk_and_v", "p_ratio": 0.5}}}
 PLACEMENTS: dict[str, dict[str, Any]] = {"qkv": {}, "qk_and_v": QK_AND_V, "no linear rows": NO_LINEAR_ROWS}
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp2": {"tensor_model_parallel_size": 2},
-    "tp2-sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "tp2-sequence": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "fan_form": "sequence"},
     "cp2": {"context_parallel_size": 2},
-    "dp2": {"data_parallel_size": 2},
     "dp2-overlap": {"data_parallel_size": 2, "overlap_grad_reduce": True, "overlap_param_gather": True},
-    "pp2": {"pipeline_model_parallel_size": 2},
     "pp2-interleaved": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
-    "recompute": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
     "recompute-fan": {"recompute_granularity": "selective", "recompute_modules": ["fan"]},
 }
 
@@ -120,23 +113,15 @@ def test_a_single_process_has_what_plain_formulas_say(
         assert found["linear_weight_norm"][layer] == pytest.approx(weight[others].norm().item(), rel=1e-12)
 
 
-SHOWN = ["tp2-sequence", "dp2-overlap", "pp2-interleaved", "recompute-fan"]
-
-
 @pytest.mark.parametrize(
     ("name", "placement"),
     [
-        pytest.param(name, placement, marks=() if name in SHOWN and placement == "qkv" else pytest.mark.full)
-        for name, placement in itertools.product(LAYOUTS, ("qkv", "qk_and_v"))
+        *((name, "qkv") for name in LAYOUTS),
+        *(pytest.param(name, "qk_and_v", marks=pytest.mark.full) for name in ("tp2-sequence", "cp2")),
     ],
 )
 def test_every_layout_has_what_a_single_process_has(
-    run_on_ranks: RunOnRanks,
-    alone: Callable[[str], dict[str, Any]],
-    tokens: str,
-    tmp_path: Path,
-    name: str,
-    placement: str,
+    run_on_ranks: RunOnRanks, alone: Callable[[str], Any], tokens: str, tmp_path: Path, name: str, placement: str
 ) -> None:
     """Each phase counts once. Where its own rounding differs, it may be in the bin beside."""
     values = run_values(tokens, tmp_path / "run", parallel=LAYOUTS[name], **PLACEMENTS[placement])

@@ -1,7 +1,5 @@
 """Runs on samples of each kind: within documents, from .npy files, and from token files on another store."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,13 +14,10 @@ from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.plan.job import training_flops_per_token
 from megatron_fanformer.train.config import TrainingConfig, config_from_dict
 from megatron_fanformer.train.metrics import read_metrics
-from tests.data.failing_stores import http_server
 from tests.data.token_making import write_manifest
-from tests.small_runs import SEQ_LENGTH, VOCAB_SIZE, first_step, small_run, trainer_of, write_tokens
+from tests.small_runs import SEQ_LENGTH, VOCAB_SIZE, RunOnRanks, first_step, small_run, trainer_of, write_tokens
 from tests.token_pairs import write_token_pair
 from tests.train.test_trainer import numbers, train
-
-RunOnRanks = Callable[..., list[Any]]
 
 
 def test_training_and_evaluation_are_within_documents(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
@@ -168,10 +163,7 @@ def test_one_rank_of_a_group_reads_and_all_raise_its_error(
 # -- another store
 
 
-@pytest.mark.parametrize("kind", ["file", pytest.param("http", marks=pytest.mark.full)])
-def test_a_run_goes_on_with_the_same_files_on_another_store(
-    kind: str, run_on_ranks: RunOnRanks, tmp_path: Path
-) -> None:
+def test_a_run_goes_on_with_the_same_files_on_another_store(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
     """Begun on local files, continued at a URL, and ended on local files; against one that stayed."""
     (folder := tmp_path / "data").mkdir()
     write_tokens(folder / "tokens")
@@ -193,8 +185,7 @@ def test_a_run_goes_on_with_the_same_files_on_another_store(
         return tmp_path / name
 
     stayed = numbers(run("stayed", str(folder), 6))
-    with nullcontext(f"file://{folder}") if kind == "file" else http_server(folder) as url:
-        run("moved", str(folder), 2)
-        run("moved", url, 4, num_workers=1)
-        moved = numbers(run("moved", str(folder), 6))
+    run("moved", str(folder), 2)
+    run("moved", f"file://{folder}", 4, num_workers=1)
+    moved = numbers(run("moved", str(folder), 6))
     assert moved == stayed and len(stayed) == 6

@@ -101,8 +101,6 @@ def test_a_rate_is_known_without_the_scheduler(settings: dict[str, Any]) -> None
         (dict(lr_wsd_decay_iters=80), None),  # begins where the warm-up ends
         (dict(lr_wsd_decay_iters=81), "is 81, and with a warm-up of 20 does not fit into the 100 steps to the decay's"),
         (dict(lr_wsd_decay_iters=41, lr_decay_iters=60), "is 41, and with a warm-up of 20 does not fit into the 60 st"),
-        (dict(lr_wsd_decay_iters=101, lr_warmup_iters=0), "is 101, and with a warm-up of 0 does not fit"),
-        (dict(lr_warmup_iters=90), None),
         (dict(lr_warmup_iters=91), "is null, here 10, and with a warm-up of 91 does not fit"),
         (dict(lr_wsd_decay_iters=81, lr_decay_style="cosine"), None),
     ],

@@ -3,7 +3,7 @@
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.train.config import config_from_dict
 from megatron_fanformer.train.metrics import read_metrics
 from megatron_fanformer.train.preflight import find_start
-from tests.small_runs import SEQ_LENGTH, VOCAB_SIZE, small_run, trainer_of
+from tests.small_runs import SEQ_LENGTH, VOCAB_SIZE, RunOnRanks, small_run, trainer_of
 from tests.token_pairs import write_token_pair
 
 STEPS, BATCH = 24, 4
@@ -25,8 +25,6 @@ LAYOUTS: list[dict[str, Any]] = [
     {"pipeline_model_parallel_size": 2},
     {"context_parallel_size": 2},
 ]
-
-RunOnRanks = Callable[..., list[Any]]
 
 
 @pytest.fixture
@@ -92,9 +90,8 @@ def rows_of_steps(folder: Path) -> dict[int, Counter[tuple[int, ...]]]:
     return rows
 
 
-@pytest.mark.parametrize("stops", [2, pytest.param(10, marks=pytest.mark.full)])
 def test_a_run_that_is_stopped_reads_what_one_reads_that_is_not(
-    values: dict[str, Any], tmp_path: Path, run_on_ranks: RunOnRanks, stops: int
+    values: dict[str, Any], tmp_path: Path, run_on_ranks: RunOnRanks
 ) -> None:
     folders = [tmp_path / name for name in ("straight", "stopped")]
     for folder in folders:
@@ -102,9 +99,9 @@ def test_a_run_that_is_stopped_reads_what_one_reads_that_is_not(
     run_on_ranks(1, train_recorded, values, folders[0])
     straight = Path(values["training"]["run_dir"])
     values["training"]["run_dir"] = str(tmp_path / "stopped-run")
-    draw = random.Random(stops)
-    layouts = draw.sample(LAYOUTS, 4) * 3
-    for number, step in enumerate([*sorted(draw.sample(range(2, STEPS), stops)), STEPS]):
+    draw = random.Random(2)
+    layouts = draw.sample(LAYOUTS, 3)
+    for number, step in enumerate([*sorted(draw.sample(range(2, STEPS), 2)), STEPS]):
         values["training"]["exit_interval"] = step
         run_on_ranks(2, train_recorded, {**values, "parallel": layouts[number]}, folders[1])
     expected, found = map(rows_of_steps, folders)
@@ -134,9 +131,7 @@ def test_only_stages_to_come_may_be_changed(values: dict[str, Any], run_on_ranks
     second, third = stages
     for changed, message in (
         ({second: stages[second], "from step 20": stages[third]}, None),
-        ({second: stages[second]}, None),
         ({"from step 8": stages[second]}, "another stage"),
-        ({}, "another stage"),
         ({second: ["1", *stages[second][1:]], third: stages[third]}, None),
         ({second: ["5", *stages[second][1:]]}, "another stage"),
         ({second: [*stages[second][:2], *stages[third][2:]]}, "another stage"),
