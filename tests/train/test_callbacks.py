@@ -4,7 +4,6 @@ import io
 import logging
 import resource
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,7 @@ from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.train.callbacks import SeenSources, Stragglers, peak_flops_per_second
 from megatron_fanformer.train.config import config_from_dict
 from megatron_fanformer.train.step import weights_in_step
-from tests.small_runs import SEQ_LENGTH, small_run, trainer_of
+from tests.small_runs import SEQ_LENGTH, RunOnRanks, small_run, trainer_of
 from tests.train.layouts import gather, shards_of
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -55,7 +54,7 @@ def take_three_steps(values: dict[str, Any]) -> tuple[dict[str, Any], list[Any],
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_norms_are_those_of_the_whole_model(
-    run_on_ranks: Callable[..., list[Any]], tmp_path: Path, tokens: str, name: str, tied: bool
+    run_on_ranks: RunOnRanks, tmp_path: Path, tokens: str, name: str, tied: bool
 ) -> None:
     """Of every weight once: split ones, those that ranks hold copies of, and a tied embedding on two stages."""
     ranks, parallel = LAYOUTS[name]
@@ -117,9 +116,6 @@ def test_a_skipped_step_is_left_out_once(skipped: list[int], seen: tuple[int, in
 
 
 # -- stragglers
-
-
-RunOnRanks = Callable[..., list[Any]]
 
 
 def take_steps(

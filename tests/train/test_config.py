@@ -71,18 +71,14 @@ def test_a_longer_context_states_its_positions_anew(tmp_path: Path) -> None:
         ("base", {"hidden": 64}, "unknown configuration key model.hidden; did you mean"),
         (None, {}, "model.preset is from-checkpoint, but checkpoint.load names none"),
         ("none", {}, "none does not exist"),
+        ("export", {}, "is a Hugging Face folder of a FANformer; name a run's folder"),
     ],
 )
 def test_bad_input_is_a_line(tmp_path: Path, load: str | None, stated: dict[str, Any], message: str) -> None:
     write_saved_model(tmp_path / "base", MODEL)
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "config.json").write_text('{"model_type": "fanformer"}')
     with pytest.raises(InputError) as refused:
         loaded(tmp_path, None if load is None else str(tmp_path / load), **stated)
     (line,) = str(refused.value).splitlines()
     assert message in line
-
-
-def test_a_hugging_face_folder_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "export").mkdir()
-    (tmp_path / "export" / "config.json").write_text('{"model_type": "fanformer"}')
-    with pytest.raises(InputError, match="is a Hugging Face folder of a FANformer; name a run's folder"):
-        loaded(tmp_path, str(tmp_path / "export"))

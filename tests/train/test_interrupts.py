@@ -79,10 +79,8 @@ def test_a_file_asks_for_one_save_and_goes_once_that_is_there(
     (run / run_folder.SAVE_FILE).touch()
     values = small_run(tokens, run, checkpoint={"async_save": True})
     assert run_on_ranks(1, train_and_ask, values, "a step", signal.SIGUSR2, 0) == [(20, False)]
-    assert [checkpoint.name for checkpoint in run_folder.complete_checkpoints(run)] == [
-        "step-00000001",
-        "step-00000020",
-    ]
+    saved = [checkpoint.name for checkpoint in run_folder.complete_checkpoints(run)]
+    assert saved == ["step-00000001", "step-00000020"]
     assert not (run / run_folder.SAVE_FILE).exists()
 
 

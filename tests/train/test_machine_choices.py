@@ -116,21 +116,6 @@ def test_a_gpu_overlaps_where_there_are_replicas(
     assert made == {**rest, "gradient_accumulation_fusion": True, **expected}
 
 
-def message(kind: str) -> str:
-    _, choices = choose_for_machine(config_from_dict(values_of(**OPEN)), grid_of(kind, 4))
-    lines = choice_lines(choices)
-    assert 1 < len(lines) <= 5
-    assert all(len(line) <= machine_choices.LINE_WIDTH for line in lines)
-    return " ".join(line.strip() for line in lines)
-
-
-@pytest.mark.usefixtures("a_gpu")
-def test_of_a_gpu_is_told_all_with_reasons() -> None:
-    text = message("cuda")
-    assert "transformer_impl transformer_engine (Transformer Engine imports)" in text
-    assert "overlap_grad_reduce, overlap_param_gather true (4 replicas, over NCCL)" in text
-
-
 def test_a_run_records_what_was_chosen(run_on_ranks: RunOnRanks, tmp_path: Path, tokens: str) -> None:
     sections = {**OPEN, "training": {"train_iters": 6}}
     run_on_ranks(1, train, small_run(tokens, tmp_path / "run", **sections))

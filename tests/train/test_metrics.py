@@ -80,11 +80,6 @@ def test_at_the_ends_it_is_on_the_line_through_the_nearest_ones() -> None:
         assert smoothed(values, 5)[place] == pytest.approx(np.polyval(line, place), rel=1e-12)
 
 
-def test_a_loss_that_falls_steadily_is_its_own_smoothed_loss() -> None:
-    falls = [9.5 - 0.01 * step for step in range(400)]
-    assert smoothed(falls, smoothing_window(400)) == pytest.approx(falls, rel=1e-9)
-
-
 @pytest.mark.parametrize(("steps", "window"), [(1, 1), (39, 1), (40, 3), (330, 17)])
 def test_the_window_is_a_twentieth_of_the_steps_and_has_a_middle(steps: int, window: int) -> None:
     assert smoothing_window(steps) == window

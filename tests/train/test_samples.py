@@ -53,13 +53,6 @@ def test_training_and_evaluation_are_within_documents(run_on_ranks: RunOnRanks, 
         assert entry["model_flops_per_second"] / entry["tokens_per_second"] == pytest.approx(flops)
 
 
-def test_a_layout_that_cannot_is_refused(tmp_path: Path) -> None:
-    data = {"train_data": ["tokens"], "reset_attention_mask": True}
-    values = small_run("tokens", tmp_path, data=data, parallel={"context_parallel_size": 2})
-    (problem,) = config_from_dict(values).problems_of_layout()
-    assert problem.startswith("data.reset_attention_mask with parallel.context_parallel_size 2 and cp_comm_type null")
-
-
 # -- .npy files: a sample of s tokens has s - 1 labels, and the loss is the mean over those
 
 SAME_LOSS = 1e-6  # relative: float32 sums in another order

@@ -142,7 +142,6 @@ def test_moments_load_in_either_format(
 
 # -- Muon's steps against torch.optim.Muon's, and how its ranks share the matrices
 
-
 RECIPE = OptimizerConfig(name="muon", lr=2e-2, weight_decay=0.2)
 STEPS = 3
 SAME = 1e-5  # norm of the difference over the norm of the change: torch's has the polynomial's exact value
