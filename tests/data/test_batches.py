@@ -24,7 +24,10 @@ from megatron_fanformer.runtime.collectives import count_collectives
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.parallel import for_host_tensors, rank_grid
 
+RunOnRanks = Callable[..., list[Any]]
+
 SEQ_LENGTH = 4
+ONE_RANK = {"consumed_samples": 0, "data_parallel_rank": 0, "data_parallel_size": 1}
 
 
 class Numbers:
@@ -38,20 +41,13 @@ class Numbers:
 
     def __getitem__(self, sample: int) -> dict[str, Any]:
         tokens = torch.full((SEQ_LENGTH,), sample)
-        mask = torch.ones(SEQ_LENGTH)
-        return {
-            "dataset_id": 0,
-            "tokens": tokens,
-            "labels": tokens + 1,
-            "loss_mask": mask,
-            "position_ids": torch.arange(SEQ_LENGTH),
-        }
+        positions = torch.arange(SEQ_LENGTH)
+        return {"tokens": tokens, "labels": tokens + 1, "loss_mask": torch.ones(SEQ_LENGTH), "position_ids": positions}
 
 
 def drawn(batches: int, *, samples: int = 1000, **settings: int) -> list[list[int]]:
     """The sample numbers of the first micro batches."""
-    arguments = {"consumed_samples": 0, "data_parallel_rank": 0, "data_parallel_size": 1, **settings}
-    stream = micro_batches(Numbers(samples), **arguments)
+    stream = micro_batches(Numbers(samples), **(ONE_RANK | settings))
     return [batch["tokens"][:, 0].tolist() for batch in islice(stream, batches)]
 
 
@@ -68,18 +64,6 @@ def test_all_ranks_together_take_the_samples_in_order(ranks: int, size: int) -> 
 def test_loader_processes_do_not_change_the_order(run_on_ranks: Callable[..., list[Any]]) -> None:
     in_processes = partial(drawn, micro_batch_size=2, num_workers=2)  # which a rank forks
     assert run_on_ranks(1, in_processes, 6) == [drawn(6, micro_batch_size=2)]
-
-
-def test_a_batch_holds_what_a_step_needs_and_no_more() -> None:
-    batch = next(
-        micro_batches(Numbers(9), consumed_samples=0, micro_batch_size=3, data_parallel_rank=0, data_parallel_size=1)
-    )
-    assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in batch.items()} == {
-        "tokens": ((3, SEQ_LENGTH), torch.int64),
-        "labels": ((3, SEQ_LENGTH), torch.int64),
-        "loss_mask": ((3, SEQ_LENGTH), torch.float32),
-        "position_ids": ((3, SEQ_LENGTH), torch.int64),
-    }
 
 
 def test_a_loader_process_that_is_killed_is_named() -> None:
@@ -105,9 +89,7 @@ def test_the_trainings_random_state_is_not_touched(run_on_ranks: Callable[..., l
 
 
 class Circumstances(Numbers):
-    """A dataset whose samples say of the process that reads them its group, which signals it ignores, and whether it
-    collects garbage.
-    """
+    """Samples of the reading process: its group, the signals that it ignores, and its collection of garbage."""
 
     def __getitem__(self, sample: int) -> dict[str, Any]:
         ignored = [signal.getsignal(number) == signal.SIG_IGN for number in (signal.SIGINT, signal.SIGUSR1)]
@@ -115,31 +97,18 @@ class Circumstances(Numbers):
 
 
 def circumstances_of_loaders() -> tuple[bool, list[int], int]:
-    """Of a loader process that a rank in the middle of its run starts: whether it is in the rank's process group, the
-    signals that it ignores, and whether it collects garbage.
-    """
+    """The same of a loader that a rank starts in the middle of its run; the group as whether it is the rank's."""
     with manual_gc():
-        batches = micro_batches(
-            Circumstances(4),
-            consumed_samples=0,
-            micro_batch_size=1,
-            data_parallel_rank=0,
-            data_parallel_size=1,
-            num_workers=1,
-        )
+        batches = micro_batches(Circumstances(4), **ONE_RANK, micro_batch_size=1, num_workers=1)
         group, *ignored, collects = next(batches)["tokens"][0].tolist()
         batches.close()
     return group == os.getpgrp(), ignored, collects
 
 
-def test_a_loader_process_leaves_signals_to_the_rank_and_collects_garbage(
-    run_on_ranks: Callable[..., list[Any]],
-) -> None:
+def test_a_loader_process_leaves_signals_to_the_rank_and_collects_garbage(run_on_ranks: RunOnRanks) -> None:
     """The rank needs its batches until it has saved; and after a rewind it starts loaders while it collects none."""
     assert run_on_ranks(1, circumstances_of_loaders) == [(False, [1, 1], 1)]
 
-
-RunOnRanks = Callable[..., list[Any]]
 
 SIZE, LENGTH, SAMPLES = 3, 5, 7  # odd: four-byte fields end within a word
 
@@ -165,14 +134,7 @@ class Drawn:
 
 
 def stream(has_document_ids: bool, num_workers: int = 0) -> Generator[dict[str, Tensor], None, None]:
-    return micro_batches(
-        Drawn(has_document_ids),
-        consumed_samples=0,
-        micro_batch_size=SIZE,
-        data_parallel_rank=0,
-        data_parallel_size=1,
-        num_workers=num_workers,
-    )
+    return micro_batches(Drawn(has_document_ids), **ONE_RANK, micro_batch_size=SIZE, num_workers=num_workers)
 
 
 def shared(has_document_ids: bool, *, num_workers: int, **options: bool) -> Generator[dict[str, Tensor], None, None]:

@@ -45,6 +45,8 @@ def test_without_weights_each_prefix_is_a_source(
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
 def test_a_pair_may_be_named_by_either_file(folder: Path, suffix: str) -> None:
     assert paths("a" + suffix) == [("a",)]
+    (folder / "a").mkdir()
+    assert paths("a") == [("a",)]  # not the folder
     for name in ("a.bin", "a.idx"):
         (folder / (name + ".idx")).touch()
     assert paths("a" + suffix) == [("a" + suffix,)]  # a pair of this very name
@@ -67,16 +69,13 @@ def test_with_weights_each_goes_with_one_source(folder: Path) -> None:
     assert [source.paths for source in blend.sources] == [("npy/1.npy", "npy/2.npy"), ("a",), ("npy/2.npy",)]
 
 
-def test_a_pair_is_taken_before_a_folder_of_its_name(folder: Path) -> None:
-    (folder / "a").mkdir()
-    assert paths("a") == [("a",)]
-
-
 def test_a_blend_file_stands_for_its_words(folder: Path) -> None:
     (folder / "npy" / "my.blend").write_text("# made by hand\n0.3 ../a\n0.7\t../b  # the other\n\n2 1.npy 1 /x\n")
     blend = parse_blend(["@npy/my.blend"])
     assert blend.weights == [0.3, 0.7, 2.0, 1.0]
     assert [source.paths[0] for source in blend.sources] == ["npy/../a", "npy/../b", "npy/1.npy", "/x"]
+    (folder / "mix.txt").write_text("# of OLMo-core, with labels\n\nweb,npy/2.npy\ncode , npy/1.npy\n")
+    assert paths("@mix.txt") == [("npy/2.npy", "npy/1.npy")]
 
 
 def test_the_short_names_of_sources(folder: Path) -> None:
@@ -89,11 +88,6 @@ def test_the_short_names_of_sources(folder: Path) -> None:
     ):
         assert source_labels([Source((name,)) for name in names]) == labels
     assert source_labels([Source(("x/y/1.npy", "x/z/2.npy")), Source(("x/3.npy",))]) == ["x", "x/3"]
-
-
-def test_a_mix_of_olmo_core_is_read_without_its_labels(folder: Path) -> None:
-    (folder / "mix.txt").write_text("# a mix\n\nweb,npy/2.npy\ncode , npy/1.npy\n")
-    assert paths("@mix.txt") == [("npy/2.npy", "npy/1.npy")]
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from tests.data.chat_making import (
     parts_in_olmo_form,
 )
 
-CHATS, END = made_up_chats(1000), "<|endoftext|>"
+CHATS, END = made_up_chats(200), "<|endoftext|>"
 HELLO = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 Parts = Callable[[Messages], list[tuple[str, bool]]]
 
@@ -46,20 +46,11 @@ def tokenizer_file(request: pytest.FixtureRequest, olmo_tokenizer_file: Path, sm
 
 
 @pytest.mark.parametrize(
-    ("source", "parts", "count"),
-    [
-        pytest.param(source, parts, count, id=f"{name} {count}", marks=marks)
-        for count, marks in ((150, ()), (1000, pytest.mark.full))
-        for source, parts, name in (
-            (OLMO_TEMPLATE, parts_in_olmo_form, "olmo"),
-            (CHATML, parts_in_chatml, "by prefixes"),
-            (CHATML_MARKED, parts_in_chatml, "by generation blocks"),
-        )
-    ],
+    ("source", "parts"),
+    [(OLMO_TEMPLATE, parts_in_olmo_form), (CHATML, parts_in_chatml), (CHATML_MARKED, parts_in_chatml)],
+    ids=["olmo", "by prefixes", "by generation blocks"],
 )
-def test_runs_of_learned_tokens_are_the_texts_that_are_learned(
-    tokenizer_file: Path, source: str, parts: Parts, count: int
-) -> None:
+def test_runs_of_learned_tokens_are_the_texts_that_are_learned(tokenizer_file: Path, source: str, parts: Parts) -> None:
     tokenizer = load_tokenizer(tokenizer_file)
     template = ChatTemplate(source, {"eos_token": END})
 
@@ -68,7 +59,7 @@ def test_runs_of_learned_tokens_are_the_texts_that_are_learned(
         bounds = pairwise([-1, *ends, len(ids)])
         return END.join(tokenizer.decode(ids[begin + 1 : end]) for begin, end in bounds)
 
-    for messages in CHATS[:count]:
+    for messages in CHATS:
         ids, learned = encode_chat(tokenizer, template.render(messages))
         pairs = zip(ids.tolist(), learned.tolist(), strict=True)
         runs = [(flag, text_of([id for id, _ in run])) for flag, run in groupby(pairs, key=lambda pair: pair[1])]
@@ -337,9 +328,9 @@ def test_what_is_learned_is_what_transformers_marks(kind: str, byte_tokenizer: P
         assert bare != source and prepared(bare, byte_tokenizer, messages, tools) == expected, messages
 
 
-@pytest.mark.parametrize(("end", "written"), [("<|end|>", "<|end|>"), ("", "")])
-def test_the_end_of_a_turn_is_what_a_template_writes_behind_an_answer(end: str, written: str) -> None:
+@pytest.mark.parametrize("end", ["<|end|>", ""])
+def test_the_end_of_a_turn_is_what_a_template_writes_behind_an_answer(end: str) -> None:
     source = KINDS["a content as it is"].replace("<|end|>", end)
     for one in (source, source.replace("{% generation %}", "").replace("{% endgeneration %}", "")):
-        assert ChatTemplate(one, SPECIAL).end_of_turn().strip() == written
+        assert ChatTemplate(one, SPECIAL).end_of_turn().strip() == end
     assert ChatTemplate("{{ raise_exception('never') }}").end_of_turn() == ""

@@ -45,14 +45,6 @@ def npy_files(tmp_path: Path) -> list[str]:
     ]
 
 
-def test_a_sample_is_a_run_of_tokens_and_its_labels_the_next_ones(prefix: str) -> None:
-    datasets = build(DataConfig(train_data=[prefix]))
-    sample = datasets.train[0]
-    assert sample["tokens"].shape == (SEQ_LENGTH,)
-    assert torch.equal(sample["tokens"][1:], sample["labels"][:-1])
-    assert "attention_mask" not in sample and datasets.valid == {}
-
-
 @pytest.mark.parametrize("train_samples", [100, 400])
 def test_the_order_of_a_split_does_not_depend_on_how_much_is_validated(
     prefix: str, tmp_path: Path, train_samples: int
@@ -85,10 +77,16 @@ def test_files_without_weights_may_be_as_short_as_a_sequence(prefix: str, tmp_pa
     assert len(valid) >= 5
 
 
-def test_a_blends_weights_decide_where_samples_come_from(prefix: str, other_prefix: str) -> None:
-    train = build(DataConfig(train_data=["0.25", prefix, "0.75", other_prefix]), train_samples=400).train
+@pytest.mark.parametrize("weights", [(0.25, 0.75), (0.5, 0.3, 0.2)])
+def test_a_blends_weights_decide_where_samples_come_from(
+    prefix: str, other_prefix: str, npy_files: list[str], weights: tuple[float, ...]
+) -> None:
+    paths = [prefix, other_prefix] if len(weights) == 2 else [prefix, *npy_files]
+    words = [word for pair in zip(weights, paths, strict=True) for word in pair]
+    train = build(DataConfig(train_data=words), train_samples=400).train
     sources = [int(train[sample]["dataset_id"]) for sample in range(400)]
-    assert abs(sum(sources) / 400 - 0.75) < 0.01  # greedy blending: off by a sample or two at most
+    counts = [sources.count(number) for number in range(len(weights))]
+    assert counts == pytest.approx([400 * weight for weight in weights], abs=2)  # greedy: off by a sample or two
 
 
 def test_a_split_gives_disjoint_documents(prefix: str) -> None:
@@ -163,15 +161,6 @@ def first_samples(prefix: str, other_prefix: str, cache: str | None = None) -> l
     return drawn(build(config).train, 20).tolist()
 
 
-@pytest.mark.parametrize("kind", ["pairs", "mixed"])
-def test_two_ranks_build_the_same_samples_at_once(
-    prefix: str, other_prefix: str, npy_files: list[str], run_on_ranks: Callable[..., list[Any]], kind: str
-) -> None:
-    other = other_prefix if kind == "pairs" else npy_files[0]
-    first, second = run_on_ranks(2, first_samples, prefix, other)
-    assert first == second == first_samples(prefix, other)
-
-
 def test_two_ranks_share_a_cache_with_a_run_on_a_copy_elsewhere(
     prefix: str, other_prefix: str, tmp_path: Path, run_on_ranks: Callable[..., list[Any]]
 ) -> None:
@@ -212,25 +201,16 @@ def test_datatroves_files_are_npy_files_by_another_name(tmp_path: Path) -> None:
             assert fingerprint_data(config, checked_data) == identity
 
 
-def test_npy_files_and_pairs_are_drawn_by_their_weights(prefix: str, npy_files: list[str]) -> None:
-    items = ["0.5", prefix, "0.3", npy_files[0], "0.2", npy_files[1]]
-    train = build(DataConfig(train_data=items), train_samples=400).train
-    sources = [int(train[sample]["dataset_id"]) for sample in range(400)]
-    assert [sources.count(number) for number in range(3)] == pytest.approx([200, 120, 80], abs=1)
-
-
-def test_npy_files_in_a_blend_keep_their_own_order(prefix: str, npy_files: list[str]) -> None:
-    train = build(DataConfig(train_data=["1", prefix, "2", npy_files[0]]), train_samples=60).train
-    alone = build(DataConfig(train_data=npy_files[:1]), train_samples=40).train
-    taken = [train[sample]["tokens"] for sample in range(60) if train[sample]["dataset_id"] == 1]
-    assert torch.equal(torch.stack(taken), drawn(alone, len(taken)))
-
-
 @pytest.mark.parametrize("samples", [1, 7, 10])
 def test_a_blend_finds_all_samples_that_it_draws(prefix: str, npy_files: list[str], samples: int) -> None:
     """A source's share may be rounded up by one."""
     train = build(DataConfig(train_data=["1", prefix, "2", npy_files[0]]), train_samples=samples).train
     assert len(drawn(train, samples)) == len(train) == samples
+
+
+def test_npy_files_cannot_be_split(npy_files: list[str]) -> None:
+    config = DataConfig(train_data=npy_files, split="9,1")
+    assert any("data.split: cuts by documents, and .npy files" in line for line in config.problems())
 
 
 def test_npy_files_and_pairs_without_weights_count_by_their_size(prefix: str, npy_files: list[str]) -> None:
@@ -242,22 +222,14 @@ def test_npy_files_and_pairs_without_weights_count_by_their_size(prefix: str, np
     assert sources.count(0) == pytest.approx(22, abs=1)
 
 
-def test_npy_files_cannot_be_split(prefix: str, npy_files: list[str]) -> None:
-    config = DataConfig(train_data=[prefix, *npy_files], split="9,1")
-    assert any("data.split: cuts by documents, and .npy files" in line for line in config.problems())
-
-
 # -- the configuration
 
 
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"train_data": []}, "data.train_data: the list is empty"),
         ({"train_data": ["nowhere"]}, "data.train_data: nowhere.bin does not exist"),
-        ({"train_data": ["0.5", "a", "b"]}, "does not alternate"),
         ({"train_data": ["0", "a"]}, "not a positive number"),
-        ({"train_data": ["a", "0.5"]}, "'0.5' is a weight where others are missing"),
         ({"valid_data": {"v": ["nowhere"]}}, "data.valid_data.v: nowhere.bin does not exist"),
         ({"valid_data": {"v": ["nowhere"]}, "split": "9,1"}, "data.split: cannot be combined with"),
         ({"split": "100,0,0"}, "data.split: '100,0,0' cuts off no validation part"),

@@ -61,15 +61,11 @@ def refusal(before: DataFingerprint, present: DataFingerprint, allowed: tuple[st
 
 
 def test_a_copy_with_other_times_is_the_same_data(data: Path, tmp_path: Path) -> None:
-    before = identify(data, v="c.npy")
+    before = identify(data, "1 a 3 b", v="c.npy")
     copy = Path(shutil.copytree(data, tmp_path / "copy"))
     for file in copy.iterdir():
         os.utime(file, (1, 1))
-    assert refusal(before, identify(copy, v="c.npy")) == ""
-
-
-def test_weights_count_by_their_proportions(data: Path) -> None:
-    assert refusal(identify(data, "1 a 3 b"), identify(data, "0.25 a 0.75 b")) == ""
+    assert refusal(before, identify(copy, "0.25 a 0.75 b", v="c.npy")) == ""  # proportions count
 
 
 def flip(file: Path, place: int = 100) -> None:
@@ -103,7 +99,6 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "lengths": (with_other_lengths, "other files, weights or split"),
     "order": (lambda data: identify(data, "1 b 3 a", v="c.npy"), "other files"),
     "weights": (lambda data: identify(data, "1 a 2 b", v="c.npy"), "other files"),
-    "fewer": (lambda data: identify(data, "1 a", v="c.npy"), "other files"),
     "other": (lambda data: identify(data, "1 a 3 c.npy", v="c.npy"), "other files"),
     "split": (lambda data: identify(data, split="90,10"), "other files"),
 }
@@ -156,16 +151,6 @@ def test_a_large_files_fingerprint_reads_blocks_from_end_to_end(tmp_path: Path) 
     assert file_fingerprint(file) == before
     file.write_bytes(bytes(size + 1))
     assert file_fingerprint(file) != before
-
-
-def test_the_changes_of_a_run_are_kept(data: Path) -> None:
-    first = identify(data)
-    flip(data / "a.bin")
-    second = resumed_fingerprint(first, identify(data), step=5, allowed=["train"], run="r")
-    third = resumed_fingerprint(second, identify(data), step=9, allowed=[], run="r")
-    flip(data / "a.bin")
-    fourth = resumed_fingerprint(third, identify(data), step=12, allowed=["train"], run="r")
-    assert [(change.step, change.name) for change in fourth.changes] == [(5, "train"), (12, "train")]
 
 
 @pytest.mark.parametrize("values", [[], {"train": 3}, {"train": {"sources": [{"files": [{"path": 1}]}]}}])

@@ -50,11 +50,6 @@ def test_only_the_row_groups_of_the_tokens_are_read(ledger: Ledger, monkeypatch:
     assert read == [3, 2]
 
 
-def test_tokens_beyond_the_ledger(ledger: Ledger) -> None:
-    with pytest.raises(CorruptError, match=f"covers 4 of the 10 tokens from {TOKENS - 4} on"):
-        ledger.documents(TOKENS - 4, 10)
-
-
 def test_files_that_are_no_ledger(tmp_path: Path) -> None:
     path = tmp_path / "x.ledger.parquet"
     path.write_bytes(b"PAR1 and no more")

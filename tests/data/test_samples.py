@@ -60,19 +60,6 @@ def test_the_samples_of_an_epoch_are_those_of_numpys_own_shuffle(paths: list[str
             dataset[outside]
 
 
-def test_labels_are_the_samples_own_tokens_and_the_last_is_masked(paths: list[str]) -> None:
-    item = dataset_of(paths)[3]
-    assert {name: (tuple(value.shape), value.dtype) for name, value in item.items()} == {
-        "tokens": ((SEQ_LENGTH,), torch.int64),
-        "labels": ((SEQ_LENGTH,), torch.int64),
-        "loss_mask": ((SEQ_LENGTH,), torch.float32),
-        "position_ids": ((SEQ_LENGTH,), torch.int64),
-    }
-    assert torch.equal(item["labels"][:-1], item["tokens"][1:])
-    assert item["loss_mask"].tolist() == [1.0] * (SEQ_LENGTH - 1) + [0.0]
-    assert item["position_ids"].tolist() == list(range(SEQ_LENGTH))
-
-
 # -- where a sample's tokens are in the token files
 
 SPAN_LENGTH, SPAN_SAMPLES = 32, 300
@@ -98,6 +85,8 @@ def spans_of(dataset: Any) -> list[list[Span]]:
         raw = [token for span in spans for token in raw_tokens(span.prefix, span.first_token, span.length)]
         is_npy = not item["loss_mask"][-1]
         assert raw == item["tokens"].tolist() + ([] if is_npy else [int(item["labels"][-1])])
+        assert torch.equal(item["labels"][:-1], item["tokens"][1:]) and item["loss_mask"][:-1].all()
+        assert item["position_ids"].tolist() == list(range(SPAN_LENGTH))
         all_spans.append(spans)
     return all_spans
 

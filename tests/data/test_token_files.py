@@ -140,12 +140,6 @@ def test_an_index_longer_than_a_block_is_checked_throughout(pair: str, monkeypat
 # -- the ids
 
 
-def test_an_id_beyond_the_vocabulary_is_named_out_of_the_manifest(pair: str) -> None:
-    write_manifest(pair, dtype="uint16", max_token_id=777)
-    with pytest.raises(InputError, match="pair holds token id 777, outside the vocabulary of 600"):
-        read_index(pair).refuse_stated_ids(600)
-
-
 def test_a_manifest_of_another_bin_file_is_not_believed(pair: str, tmp_path: Path) -> None:
     write_manifest(pair, dtype="uint16", max_token_id=777)
     write_token_pair(tmp_path / "pair", [[[1, 5]]])
@@ -159,12 +153,6 @@ def test_an_id_outside_the_vocabulary_is_named_where_it_is_read(tmp_path: Path, 
     reader.get(0)
     with pytest.raises(CorruptError, match=rf"wrong\.bin holds token id {wrong} \(token 3, counted from 0\)"):
         reader.get(1)
-
-
-def test_a_file_is_its_tokens_in_little_endian_order(tmp_path: Path) -> None:
-    (tmp_path / "a.npy").write_bytes(b"\x01\x00\x02\x01\xff\xff")
-    (file,) = open_npy_files([str(tmp_path / "a.npy")], "uint16")
-    assert (file.tokens, file.read(0, 3).tolist(), file.read(1, 1).tolist()) == (3, [1, 258, 65_535], [258])
 
 
 def test_the_manifest_says_the_type_else_the_configuration_does(tmp_path: Path) -> None:
