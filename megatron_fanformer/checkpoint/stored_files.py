@@ -281,7 +281,7 @@ class SavedProgress(NamedTuple):
     step: int
     consumed_samples: int
     data: Any = None
-    """The data that it has been trained on (data/identity.py), as plain values; None in checkpoints of earlier
+    """The data that it has been trained on (data/fingerprint.py), as plain values; None in checkpoints of earlier
     versions."""
     sources: dict[str, dict[str, float]] | None = None
     """`tokens` and `epochs` of each source that were trained on, by name; None as above."""
