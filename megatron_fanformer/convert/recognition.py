@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from megatron_fanformer.checkpoint import run_folder
-from megatron_fanformer.data.blends import LARGEST_BLEND_BYTES, parse_blend
+from megatron_fanformer.data.blends import parse_blend
 from megatron_fanformer.data.chats import MASK_SUFFIX, is_row_folder
 from megatron_fanformer.errors import CorruptError, InputError
 
 Kind = Literal["token files", "blend", "folder of token files", "run", "checkpoint", "hf", "reference", "megatron-lm"]
 
+LARGEST_BLEND_BYTES = 1 << 26  # weights named by mistake are larger; a blend of a hundred thousand shards is smaller
 KINDS: tuple[Kind, ...] = get_args(Kind)
 OURS: tuple[Kind, ...] = ("run", "checkpoint")
 RUNNABLE: tuple[Kind, ...] = (*OURS, "hf")

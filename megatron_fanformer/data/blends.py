@@ -18,7 +18,6 @@ import numpy as np
 
 from megatron_fanformer.data.remote_files import listed, optional_contents
 from megatron_fanformer.data.token_files import NPY_SUFFIX, NPY_SUFFIXES, bin_path, idx_path, npy_prefix
-from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import InputError, redacted
 from megatron_fanformer.stores import is_url, password_problem
 
@@ -32,7 +31,6 @@ SPLIT_PATTERN = re.compile(r"\d*\.?\d+(,\d*\.?\d+){1,2}")
 COMMENT = re.compile(r"(^|\s)#.*")
 LABEL = re.compile(r"^\s*[^\s,]+\s*,\s*(?=\S+\s*$)")  # of a line `label,path` of a mix as OLMo-core has them
 TEXT_ENCODING = "utf-8-sig"  # an editor of Windows begins a file with a byte order mark, which is of no word
-LARGEST_BLEND_BYTES = 1 << 26  # weights named by mistake are larger; a blend of a hundred thousand shards is smaller
 PAIR_END = re.compile(r"\.(bin|idx)$")
 
 
@@ -159,7 +157,7 @@ def _item_words(item: str) -> list[str]:
 
 def _content(file: str) -> bytes:
     if not is_url(file):
-        return regular_file(Path(file), most_bytes=LARGEST_BLEND_BYTES).read_bytes()
+        return Path(file).read_bytes()
     (content,) = optional_contents([file])
     if content is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))

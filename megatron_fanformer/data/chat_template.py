@@ -25,14 +25,12 @@ import numpy as np
 from megatron_fanformer.data.tokenizer import (
     CHAT_TEMPLATE_JINJA,
     GENERATION_CONFIG,
-    LARGEST_BESIDE_BYTES,
     TOKENIZER_CONFIG,
     Tokenizer,
     load_tokenizer,
     read_beside,
     token_text,
 )
-from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import InputError
 
 OLMO = "olmo"
@@ -380,7 +378,7 @@ def own_template(folder: Path) -> str | None:
 
 def _read(file: Path) -> str:
     try:
-        return regular_file(file, most_bytes=LARGEST_BESIDE_BYTES).read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"chat template: {file} cannot be read ({error}); name a Jinja file") from error
 

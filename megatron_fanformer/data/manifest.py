@@ -11,7 +11,6 @@ from typing import Literal
 
 import msgspec
 
-from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.stores import is_url
 
@@ -198,7 +197,7 @@ def read_any_manifest(prefix: str) -> Manifest | PartManifest | None:
 
             (content,) = optional_contents([path])
         else:
-            content = regular_file(Path(path)).read_bytes()
+            content = Path(path).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fanformer.data.remote_files import folder_of, optional_contents
-from megatron_fanformer.durable_files import publish, regular_file, temporary_name, write_atomically
+from megatron_fanformer.durable_files import publish, temporary_name, write_atomically
 from megatron_fanformer.errors import InputError, redacted
 from megatron_fanformer.runtime.device import cache_folder
 from megatron_fanformer.stores import is_url, reported_as_local
@@ -18,7 +18,6 @@ TOKENIZER_JSON, TOKENIZER_MODEL = "tokenizer.json", "tokenizer.model"  # their u
 TOKENIZER_CONFIG, GENERATION_CONFIG = "tokenizer_config.json", "generation_config.json"
 CHAT_TEMPLATE_JINJA = "chat_template.jinja"
 BESIDE = (TOKENIZER_CONFIG, GENERATION_CONFIG, CHAT_TEMPLATE_JINJA)
-LARGEST_BESIDE_BYTES = 1 << 24  # the largest template known to us has 20 kB
 END_OF_TEXT = "<|endoftext|>"
 # Names of the special piece that ends a document, the most likely first.
 END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
@@ -236,7 +235,7 @@ def read_beside(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        config = json.loads(regular_file(file, most_bytes=LARGEST_BESIDE_BYTES).read_text(encoding="utf-8"))
+        config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{file} is not valid JSON ({error}); fix it, or remove it") from error
     return config if isinstance(config, dict) else {}

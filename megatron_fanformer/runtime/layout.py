@@ -53,8 +53,7 @@ MOVED_FIELDS = {
     "logging.csv": "",
     "logging.record_memory_history": "",
 }
-"""Fields up to version 0.1, and where they are now (empty: gone without a successor): configurations and checkpoints of
-that time have them."""
+"""Fields of old configurations and checkpoints, and where they are now (empty: gone without a successor)."""
 
 
 @dataclass(frozen=True, kw_only=True)
