@@ -21,7 +21,6 @@ from megatron_fanformer.errors import CorruptError, InputError
 
 Kind = Literal["token files", "blend", "folder of token files", "run", "checkpoint", "hf", "reference", "megatron-lm"]
 
-LARGEST_BLEND_BYTES = 1 << 26  # weights named by mistake are larger; a blend of a hundred thousand shards is smaller
 KINDS: tuple[Kind, ...] = get_args(Kind)
 OURS: tuple[Kind, ...] = ("run", "checkpoint")
 RUNNABLE: tuple[Kind, ...] = (*OURS, "hf")
@@ -186,7 +185,7 @@ def _has_files(prefix: str) -> bool:
 
 def _recognise_blend(file: Path) -> Target:
     """Recognise a text file that names token files, as `@FILE` in a configuration."""
-    if file.is_file() and file.stat().st_size > LARGEST_BLEND_BYTES:
+    if file.is_file() and file.stat().st_size > 1 << 26:  # weights, say; blends of 100,000 shards are smaller
         raise InputError(f"{file} is not a token file, and is too large for a blend file")
     try:
         blend = parse_blend([f"@{file}"])
