@@ -9,7 +9,7 @@ import pytest
 MARKED = (
     "src/transformers/testing_utils.py",
     "tests/test_modeling_common.py",
-    "tests/generate/test_utils.py",
+    "tests/generation/test_utils.py",
     "tests/exporters/test_export.py",
 )
 
