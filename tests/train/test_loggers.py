@@ -149,7 +149,7 @@ def test_wandb_goes_on_with_its_run_and_gets_no_step_twice(tmp_path: Path) -> No
                 shown[row["_step"]] = row
     assert rates == [0.25, 0.5]
     assert {step: row["train/loss"] for step, row in shown.items()} == {1: 11, 2: 12, 3: 13, 4: 14, 5: 25}
-    assert shown[4]["validation/validation_loss/books, all"] == 2.0 and shown[4]["health/phase_max"] == 3.0
+    assert shown[4]["validation/validation_loss/books, all"] == 2.0 and shown[4]["train_health/phase_max"] == 3.0
 
 
 @pytest.mark.parametrize("is_main", [True, False])
