@@ -312,13 +312,11 @@ GSM8K = ("--requests", REQUESTS, "--tasks", "gsm8k")
         ([RUN, "--prepare", "out"], "--prepare writes a request file and reads no model"),
         (["--prepare", "out", "--output", "x"], "--output has no effect without CHECKPOINT or --compare; add that"),
         (["--prepare", REQUESTS, "--tasks", "piqa", "--tokenizer", LARGER], "already exists; name another file"),
-        ([RUN, "--perplexity", "own=no/evaluation.limit"], "--perplexity own: no/evaluation.limit names no"),
         ([RUN, *GSM8K, "--max-new-tokens", "500"], "max_new_tokens is 500, which leaves no room for a prompt in"),
         (
             [RUN, *GSM8K, "--num-samples", "2"],
             "num_samples is 2, but temperature 0 takes the most likely tokens",
         ),
-        ([RUN, *GSM8K, "--tokenizer", LARGER], "has 600 ids, the model's vocabulary 250; name the tokenizer that"),
     ],
 )
 def test_what_cannot_be_evaluated_is_one_line(

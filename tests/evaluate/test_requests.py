@@ -103,10 +103,6 @@ def test_a_long_request_loses_the_beginning_of_its_context():
         InputError, match=f"a continuation of {longest} tokens, more than the context length, {longest - 1}"
     ):
         cut_to_context(requests, longest - 1)
-
-
-def test_what_was_cut_is_counted_once_and_of_the_documents_that_are_taken():
-    requests = made_up_requests([3, 2, 4])
     lengths = np.diff(requests.offsets)
     twice = cut_to_context(cut_to_context(requests, 8), 6)
     assert np.array_equal(twice.cut_tokens, np.maximum(lengths - 7, 0))

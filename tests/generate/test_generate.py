@@ -133,22 +133,14 @@ def test_several_texts_are_written_in_order(printed, run_folder, batch_size):
     assert message == "\n".join(f"{head}{prompt}{text}\n" for head, prompt, text in blocks)
 
 
-def test_json_has_a_line_for_each_text(printed):
-    lines = [json.loads(line) for line in "".join(printed("a", "bcd", json=True)).splitlines()]
-    assert [(line["prompt"], line["sample"], line["ended_by"]) for line in lines] == [
-        ("a", 0, "length"),
-        ("bcd", 0, "length"),
-    ]
-    assert all(len(line["ids"]) == 6 for line in lines)
-
-
-def test_the_verb_takes_prompts_from_the_line_and_from_a_file(run_folder, tmp_path, capsys, run_on_ranks):
+def test_prompts_of_the_command_line_and_of_a_file_give_a_line_of_json_each(run_folder, tmp_path, capsys):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "two\\nlines"}\n\n{"prompt": "three", "id": 3}\n')
     asked = ["generate", str(run_folder), "--prompt", "one", "--prompts", str(file), "--max-new-tokens", "2"]
     assert main([*asked, "--json", "--stop", "\N{SNOWMAN}"]) == 0
-    prompts = [json.loads(line)["prompt"] for line in capsys.readouterr().out.splitlines()]
-    assert prompts == ["one", "two\nlines", "three"]
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["prompt"] for line in lines] == ["one", "two\nlines", "three"]
+    assert [(line["sample"], line["ended_by"], len(line["ids"])) for line in lines] == [(0, "length", 2)] * 3
 
 
 def test_a_text_file_has_a_prompt_a_line(tmp_path):

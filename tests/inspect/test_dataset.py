@@ -4,7 +4,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -209,12 +208,6 @@ def prepared_chats(tmp_path_factory: pytest.TempPathFactory, small_tokenizer_fil
     return folder
 
 
-@pytest.fixture
-def copied(prepared_chats: Path, tmp_path: Path) -> Path:
-    """The same files, which a test may change."""
-    return Path(shutil.copytree(prepared_chats, tmp_path, dirs_exist_ok=True))
-
-
 @pytest.mark.parametrize(("name", "kind"), [("pair.mask.bin", "chats"), ("rows/", "chat rows")])
 def test_what_chats_hold(inspect: Inspect, prepared_chats: Path, name: str, kind: str) -> None:
     facts = json.loads(inspect(f"{prepared_chats}/{name}", "--json").out)
@@ -222,6 +215,7 @@ def test_what_chats_hold(inspect: Inspect, prepared_chats: Path, name: str, kind
     assert (facts["kind"], facts["format"], facts["documents"]) == ("token files", kind, CHATS)
     assert (facts["tokens"], facts["learned_tokens"]) == (len(mask), mask.sum())
     assert facts["ledger"]["rows"] == CHATS + 1
+    assert "agree on 30 documents" in inspect(f"{prepared_chats}/{name}", "--verify").out
 
 
 def test_a_folder_of_olmos_script_has_no_manifest(inspect: Inspect, tmp_path: Path) -> None:
@@ -231,21 +225,9 @@ def test_a_folder_of_olmos_script_has_no_manifest(inspect: Inspect, tmp_path: Pa
     assert (facts["documents"], facts["longest"], facts["learned_tokens"]) == (2, 1536 + 10, 8)
 
 
-@pytest.mark.parametrize("name", ["pair", "rows"])
-def test_chats_are_intact(inspect: Inspect, prepared_chats: Path, name: str) -> None:
-    output = inspect(prepared_chats / name, "--verify")
-    assert output.code == 0 and "agree on 30 documents" in output.out
-
-
-@pytest.mark.parametrize(
-    ("name", "damage", "output"),
-    [
-        ("rows", lambda folder: flip(folder / "rows/label_mask.npy", 3), "label_mask.npy has SHA-256 "),
-        ("pair", lambda folder: agree_again(folder / "pair", documents=7), "documents and those of its index"),
-    ],
-)
-def test_damage_of_chats_is_named(
-    inspect: Inspect, copied: Path, name: str, damage: Callable[[Path], object], output: str
-) -> None:
-    damage(copied)
-    refused(inspect(copied / name, "--verify"), output)
+def test_damage_of_chats_is_named(inspect: Inspect, prepared_chats: Path, tmp_path: Path) -> None:
+    copied = shutil.copytree(prepared_chats, tmp_path / "chats")
+    flip(copied / "rows/label_mask.npy", 3)
+    refused(inspect(copied / "rows", "--verify"), "label_mask.npy has SHA-256 ")
+    agree_again(copied / "pair", documents=7)
+    refused(inspect(copied / "pair", "--verify"), "documents and those of its index")

@@ -48,6 +48,8 @@ def test_the_order_does_not_depend_on_how_files_are_named(tmp_path: Path) -> Non
     touch(tmp_path, "a.jsonl", "b.jsonl", "c/d.jsonl")
     one = expand_inputs([tmp_path / "c", tmp_path / "b.jsonl", tmp_path / "a.jsonl"])
     assert one == expand_inputs([tmp_path])
+    with pytest.raises(InputError, match="twice"):
+        expand_inputs([tmp_path, tmp_path / "a.jsonl"])
 
 
 def test_patterns_take_what_they_match_of_document_files(tmp_path: Path) -> None:
@@ -60,17 +62,11 @@ def test_patterns_take_what_they_match_of_document_files(tmp_path: Path) -> None
 def test_a_list_names_inputs_a_line(tmp_path: Path) -> None:
     touch(tmp_path, "a.jsonl", "folder/b.jsonl", "c-1.jsonl")
     listed = tmp_path / "inputs.txt"
-    listed.write_text(f"# shards\n{tmp_path}/a.jsonl\n\n  {tmp_path}/folder\n{tmp_path}/c-*.jsonl\n")
-    assert names(expand_inputs([f"@{listed}"]), tmp_path) == ["a.jsonl", "c-1.jsonl", "folder/b.jsonl"]
-
-
-def test_a_byte_order_mark_is_of_no_path_of_a_list(tmp_path: Path) -> None:
-    """Windows' editors write one; from another store, too."""
-    touch(tmp_path, "a.jsonl", "b.jsonl")
-    listed = tmp_path / "inputs.txt"
-    listed.write_bytes(f"\ufeff{tmp_path}/a.jsonl\r\n{tmp_path}/b.jsonl\r\n".encode())
-    for name in (listed, f"file://{listed}"):
-        assert names(expand_inputs([f"@{name}"]), tmp_path) == ["a.jsonl", "b.jsonl"]
+    lines = f"{tmp_path}/a.jsonl\n# shards\n\n  {tmp_path}/folder\n{tmp_path}/c-*.jsonl\n"
+    for text in (lines, "\ufeff" + lines.replace("\n", "\r\n")):  # as Windows' editors write them
+        listed.write_bytes(text.encode())
+        for name in (listed, f"file://{listed}"):
+            assert names(expand_inputs([f"@{name}"]), tmp_path) == ["a.jsonl", "c-1.jsonl", "folder/b.jsonl"]
 
 
 @pytest.mark.parametrize("name", ["missing.jsonl", "empty folder", "notes.pdf", "no*match.jsonl", "@missing list"])
@@ -115,12 +111,6 @@ def test_a_file_that_links_lead_to_counts_once(tmp_path: Path, capsys: pytest.Ca
     )
     assert names(expand_inputs([f"{tmp_path}/**/[1-4].jsonl"]), tmp_path) == ["a/1.jsonl", "b/2.jsonl"]
     assert names(expand_inputs([tmp_path / "a" / "3.jsonl"]), tmp_path) == ["a/3.jsonl"]
-
-
-def test_a_file_named_twice_is_an_input_error(tmp_path: Path) -> None:
-    touch(tmp_path, "a.jsonl")
-    with pytest.raises(InputError, match="twice"):
-        expand_inputs([tmp_path, tmp_path / "a.jsonl"])
 
 
 @pytest.fixture

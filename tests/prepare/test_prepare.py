@@ -94,19 +94,12 @@ def test_a_refused_lines_number_counts_from_its_own_file_over_blocks(
     assert str(manifest.refused_examples[0]) == f"{second}:12: not JSON"
 
 
-def test_strict_stops_at_the_first_refused_line_and_leaves_nothing(
-    tmp_path: Path, mixed: Path, prepare: Prepare
-) -> None:
-    with pytest.raises(InputError, match=r"mixed\.jsonl:2: not JSON"):
-        prepare(tmp_path / "new" / "out", mixed, strict=True)
-    assert not (tmp_path / "new").exists()
-
-
 def test_the_same_preparation_again_does_nothing(tmp_path: Path, mixed: Path, prepare: Prepare) -> None:
     prefix = tmp_path / "new" / "out"
     first = prepare(prefix, mixed)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "new").iterdir()}
     os.utime(mixed, (1, 1))  # its content is the same
+    (tmp_path / "new" / "out.parts").mkdir()  # as a run leaves it that is killed after its last step
     again = prepare(prefix, mixed, workers=2)
     assert (again.already_there, again.manifest) == (True, first.manifest)
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "new").iterdir()}
@@ -117,11 +110,13 @@ def test_an_output_that_names_a_folder_is_refused_before_anything(
 ) -> None:
     """The files of web/ would be web.bin and its like, beside that folder, and another preparation's."""
     monkeypatch.chdir(tmp_path)
-    for output, remedy in {"web/": "web/web", ".": "./web", "..": "../web", "a/.": "a/./web"}.items():
+    for output, remedy in {"web/": "web/web", "..": "../web", "a/.": "a/./web"}.items():
         with pytest.raises(
             InputError, match=f"^output {output} names a folder; name a prefix in it, such as {remedy}$"
         ):
             prepare(output, mixed)
+    with pytest.raises(InputError, match="cannot be written"):
+        prepare(mixed / "out", mixed)
     assert list(tmp_path.iterdir()) == [mixed]
 
 
@@ -203,21 +198,6 @@ def test_once_the_damaged_input_is_mended_the_rest_is_not_done_again(
 def test_npy_ids_have_room_for_the_whole_vocabulary(vocab_size: int, dtype: str) -> None:
     config = PrepareConfig(inputs=(), output="", tokenizer="", format="npy")
     assert _settings(config, mock.Mock(vocab_size=vocab_size)).dtype == dtype
-
-
-def test_inputs_without_a_document_are_an_input_error(
-    tmp_path: Path, write_lines: WriteLines, prepare: Prepare
-) -> None:
-    empty = write_lines("empty.jsonl", [b"{", b""])
-    with pytest.raises(InputError, match="1 empty line, 1 not JSON"):
-        prepare(tmp_path / "new" / "out", empty)
-    assert not (tmp_path / "new").exists()
-
-
-def test_an_output_that_cannot_be_written_is_an_input_error(tmp_path: Path, mixed: Path, prepare: Prepare) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(InputError, match="cannot be written"):
-        prepare(tmp_path / "file" / "out", mixed)
 
 
 def test_two_preparations_of_one_prefix_do_not_mix(tmp_path: Path, mixed: Path, prepare: Prepare) -> None:
@@ -356,29 +336,23 @@ def test_npy_output_is_the_tokens_alone_and_documents_again(
 
 
 @pytest.mark.parametrize(
-    "setting",
+    ("settings", "message"),
     [
-        {"workers": 0},
-        {"min_length": -1},
-        {"min_length": 5, "max_length": 4},
-        {"backend": "tokenizers"},
-        {"from_npy": True, "strict": True},
+        ({"workers": 0}, "workers"),
+        ({"min_length": -1}, "min_length"),
+        ({"min_length": 5, "max_length": 4}, "max_length"),
+        ({"backend": "tokenizers"}, "backend"),
+        ({"from_npy": True, "strict": True}, "strict"),
+        ({"strict": True}, r"mixed\.jsonl:2: not JSON"),
+        ({"text_field": "content"}, "5 no text field"),
     ],
 )
-def test_a_setting_that_makes_no_sense_is_an_input_error(
-    tmp_path: Path, mixed: Path, prepare: Prepare, setting: dict[str, Any]
+def test_an_input_error_leaves_nothing(
+    tmp_path: Path, mixed: Path, prepare: Prepare, settings: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(InputError):
-        prepare(tmp_path / "new" / "out", mixed, **setting)
+    with pytest.raises(InputError, match=message):
+        prepare(tmp_path / "new" / "out", mixed, **settings)
     assert not (tmp_path / "new").exists()
-
-
-def test_a_run_killed_after_its_last_step_is_tidied_up(tmp_path: Path, mixed: Path, prepare: Prepare) -> None:
-    prefix = tmp_path / "new" / "out"
-    prepare(prefix, mixed)
-    (tmp_path / "new" / "out.parts").mkdir()
-    assert prepare(prefix, mixed).already_there
-    assert not (tmp_path / "new" / "out.parts").exists()
 
 
 # -- hold out
