@@ -1,8 +1,6 @@
 """The publication of checkpoints in a run's folder, the choice among them, and the section `checkpoint`."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -54,30 +52,21 @@ def test_a_rewound_run_keeps_what_it_saves(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path).name == "step-00000015"
 
 
-def spoiled_pointers() -> dict[str, Callable[[Path], Any]]:
-    """By name: what replaces `latest`."""
-    return {
-        "dangling": lambda path: path.write_text("step-00000011\n"),
-        "binary": lambda path: path.write_bytes(b"\xff\x00\xfe"),
-        "long": lambda path: path.write_text("x" * 5000),
-        "outside": lambda path: path.write_text("../checkpoints/step-00000010"),
-    }
-
-
-@pytest.mark.parametrize("spoiled", spoiled_pointers())
-def test_a_latest_that_names_nothing(tmp_path: Path, spoiled: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "spoiled",
+    [b"step-00000011\n", b"\xff\x00\xfe", b"x" * 5000, b"../checkpoints/step-00000010"],
+    ids=["dangling", "binary", "long", "outside"],
+)
+def test_a_latest_that_names_nothing(tmp_path: Path, spoiled: bytes, caplog: pytest.LogCaptureFixture) -> None:
     for step in (10, 20):
         save(tmp_path, step)
-    pointer = tmp_path / run_folder.CHECKPOINTS / run_folder.LATEST
-    pointer.unlink()
-    spoiled_pointers()[spoiled](pointer)
-    assert run_folder.latest_checkpoint(tmp_path) == tmp_path / run_folder.CHECKPOINTS / "step-00000020"
+    folder = tmp_path / run_folder.CHECKPOINTS
+    (folder / run_folder.LATEST).write_bytes(spoiled)
+    assert run_folder.latest_checkpoint(tmp_path) == folder / "step-00000020"
     assert [path.name for path in run_folder.checkpoints_to_resume(tmp_path)] == ["step-00000020", "step-00000010"]
     assert "the newest checkpoint there that is sound is taken" in caplog.text
-    run_folder.point_to(
-        tmp_path / run_folder.CHECKPOINTS / "step-00000010", []
-    )  # as a run does that found step 20 damaged
-    assert run_folder.latest_checkpoint(tmp_path) == tmp_path / run_folder.CHECKPOINTS / "step-00000010"
+    run_folder.point_to(folder / "step-00000010", [])  # as a run does that found step 20 damaged
+    assert run_folder.latest_checkpoint(tmp_path) == folder / "step-00000010"
 
 
 def test_a_checkpoint_that_is_not_complete_is_no_reason_to_start_anew(tmp_path: Path) -> None:

@@ -89,11 +89,11 @@ def test_the_authors_end_of_text_stays(tmp_path: Path) -> None:
     [
         ("--to megatron --tokenizer {0}/tokenizer_config.json", "cannot be read as a Hugging Face tokenizer.json"),
         ("--to megatron --tokenizer {0}/characters-300.json", "has 300 ids, the model's vocabulary "),
+        ("--to hf --tokenizer {0}/characters-300.json", "has 300 ids, the model's vocabulary "),
         ("--to reference --tokenizer {0}/characters-300.json", "has 300 ids, the model's vocabulary "),
         ("--to megatron --eod-id 5", "--eod-id 5 has no effect with --to megatron"),
         ("--to hf --eod-id 99999", "--eod-id 99999 is outside the model's vocabulary; state one of [0, "),
         ("--to reference --eod-id -1", "--eod-id -1 is outside the model's vocabulary; state one of [0, "),
-        ("--to hf --eod-id -1", "--eod-id -1 is outside the model's vocabulary; state one of [0, "),
     ],
 )
 def test_a_tokenizer_or_an_end_of_text_that_does_not_fit_is_refused(

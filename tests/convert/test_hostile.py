@@ -174,24 +174,26 @@ def test_code_in_a_hugging_face_folder_is_not_run(huggingface: Path, marker: Pat
 NO_SIZES = ("abc", [], -1, 0, 0.5, float("nan"), 1 << 70)
 
 
+def state_model(folder: Path, field: str, value: Any) -> None:
+    """State another value of a model's field in the configuration of a folder."""
+    file = folder / "config.yaml"
+    saved = yaml.safe_load(file.read_text())
+    saved["model"][field] = value
+    file.write_text(yaml.safe_dump(saved))
+
+
 @pytest.mark.parametrize("value", NO_SIZES)
 @pytest.mark.parametrize("field", ["num_layers", "hidden_size", "num_attention_heads", "vocab_size"])
 def test_a_model_that_is_none_in_a_checkpoint_of_ours(field: str, value: Any, megatron: Path, refused: Any) -> None:
     """Refused before sizes are computed or layers are counted."""
-    file = megatron / "config.yaml"
-    saved = yaml.safe_load(file.read_text())
-    saved["model"][field] = value
-    file.write_text(yaml.safe_dump(saved))
+    state_model(megatron, field, value)
     assert "config.yaml states no model" in refused(megatron)
 
 
 @pytest.mark.parametrize("value", NO_SIZES)
 @pytest.mark.parametrize("field", ["n_layers", "d_model", "n_heads", "vocab_size", "mlp_hidden_size"])
 def test_a_model_that_is_none_in_the_authors_format(field: str, value: Any, reference: Path, tmp_path: Path) -> None:
-    file = reference / "config.yaml"
-    saved = yaml.safe_load(file.read_text())
-    saved["model"][field] = value
-    file.write_text(yaml.safe_dump(saved))
+    state_model(reference, field, value)
     with pytest.raises((InputError, CorruptError)):
         convert_checkpoint(reference, tmp_path / "out", to="hf")
 

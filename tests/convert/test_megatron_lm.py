@@ -21,7 +21,7 @@ from megatron_fanformer.checkpoint.manifest import MANIFEST
 from megatron_fanformer.checkpoint.stored_files import COMMON
 from megatron_fanformer.cli import PROGRAM, main
 from megatron_fanformer.convert import foreign_names
-from megatron_fanformer.convert.foreign_names import FIELDS, RULES, model_fields, model_problems
+from megatron_fanformer.convert.foreign_names import FIELDS, RULES, model_fields
 from megatron_fanformer.convert.megatron_lm import (
     HYBRID_NORM,
     OWN_NORM,
@@ -236,7 +236,7 @@ OTHER_MODELS: dict[str, Any] = {
     "qk_l2_norm": True,
     "num_experts": 8,
     "multi_latent_attention": True,
-    "kv_channels": 9,
+    "kv_channels": 4,  # narrower heads than hidden_size asks
 }
 
 
@@ -323,21 +323,10 @@ def test_nothing_in_the_arguments_is_executed(tmp_path: Path) -> None:
     assert not (tmp_path / "marker").exists()
 
 
-@pytest.mark.parametrize("kv_channels", [4, 16])
-def test_heads_of_another_width_are_refused(kv_channels: int) -> None:
-    arguments = {"hidden_size": 32, "num_attention_heads": 4}
-    assert model_problems({**arguments, "kv_channels": 8}) == []
-    (found,) = model_problems({**arguments, "kv_channels": kv_channels})
-    assert found.startswith(f"kv_channels (--kv-channels) is {kv_channels}, but ")
-
-
 def test_query_groups_count_where_they_are_switched_on() -> None:
     """Megatron-LM's own default is 1, which has no effect by itself."""
-    assert (
-        model_fields({"num_query_groups": 1})
-        == model_fields({"num_query_groups": 1, "group_query_attention": False})
-        == {}
-    )
+    for switch in ({}, {"group_query_attention": False}):
+        assert model_fields({"num_query_groups": 1, **switch}) == {}
     assert model_fields({"num_query_groups": 2, "group_query_attention": True}) == {"num_query_groups": 2}
 
 
@@ -365,11 +354,8 @@ def test_a_hybrid_stack_is_attention_and_mlp_in_turn(tmp_path: Path) -> None:
         return SimpleNamespace(described=dict.fromkeys(names, described), meta=meta), names
 
     attention, mlp = "self_attention.linear_proj.weight", "mlp.linear_fc1.layer_norm_weight"
-    own = [
-        "decoder.layers.0." + attention,
-        "decoder.layers.0.pre_mlp_layernorm.weight",
-        "decoder.layers.1." + attention,
-    ]
+    norm = "0.pre_mlp_layernorm.weight"
+    own = [f"decoder.layers.{name}" for name in (f"0.{attention}", norm, f"1.{attention}")]
     assert list(_one_for_each_layer(tmp_path, *stack(attention, mlp, attention))) == [*own, OWN_NORM]
     with pytest.raises(InputError, match=r"has decoder\.layers\.1\.mixer\.D: its layers are not attention and MLP"):
         _one_for_each_layer(tmp_path, *stack(attention, "mixer.D"))

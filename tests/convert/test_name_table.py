@@ -221,9 +221,6 @@ def test_a_stated_p_ratio_is_kept_where_it_agrees_and_refused_where_it_does_not(
     for stated in (0.125, float("nan"), float("inf"), "0.25", True, [0.25]):
         with pytest.raises(CorruptError, match=r"p_ratio is stated as .*those of p_ratio 0\.25"):
             inferred_p_ratio(48, 64, stated)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("rows", [31, 65])
-def test_rows_of_no_fan_map_are_refused(rows: int) -> None:
-    with pytest.raises(CorruptError, match="it must have 32 to 64"):
-        inferred_p_ratio(rows, 64, None)
+    for rows in (31, 65):
+        with pytest.raises(CorruptError, match="it must have 32 to 64"):
+            inferred_p_ratio(rows, 64, None)

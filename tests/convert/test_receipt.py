@@ -1,10 +1,10 @@
 """The receipt: what it says, and that it catches a fault planted in any of the transforms."""
 
-import functools
 import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterator
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -133,6 +133,10 @@ def _rolled(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.roll(1, 0) for tensor in tensors)
 
 
+def _halves_exchanged(parts: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return (torch.cat(parts[0].chunk(2)[::-1]),)
+
+
 def _one_heads_q_and_k_exchanged(parts: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     q, k, *others = (part.clone() for part in parts)
     q[:HEAD_SIZE], k[:HEAD_SIZE] = k[:HEAD_SIZE].clone(), q[:HEAD_SIZE].clone()
@@ -149,26 +153,11 @@ GROUPED, QK_AND_V = VARIANTS["grouped queries"], VARIANTS["qk and v, two ratios"
 # The transform's name in the module, the variant, the destination, and what its parts become.
 FAULTS: dict[str, tuple[str, Variant, str, Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]]] = {
     "halves swapped, hf": ("GATE_UP_SEPARATE", GROUPED, "hf", lambda parts: parts[::-1]),
-    "halves swapped, reference": (
-        "GATE_UP_SWAPPED",
-        GROUPED,
-        "reference",
-        lambda parts: (torch.cat(parts[0].chunk(2)[::-1]),),
-    ),
+    "halves swapped, reference": ("GATE_UP_SWAPPED", GROUPED, "reference", _halves_exchanged),
     "q and k of a head, hf": ("QKV_SEPARATE", GROUPED, "hf", _one_heads_q_and_k_exchanged),
     "q and k of a head, qk_and_v": ("QK_SEPARATE", QK_AND_V, "hf", _one_heads_q_and_k_exchanged),
-    "q and k of a head, reference": (
-        "QKV_STACKED",
-        GROUPED,
-        "reference",
-        lambda parts: _stacked_exchange(parts, GROUPED),
-    ),
-    "q and k stacked, reference": (
-        "QK_STACKED",
-        QK_AND_V,
-        "reference",
-        lambda parts: _stacked_exchange(parts, QK_AND_V),
-    ),
+    "q and k of a head, reference": ("QKV_STACKED", GROUPED, "reference", partial(_stacked_exchange, variant=GROUPED)),
+    "q and k stacked, reference": ("QK_STACKED", QK_AND_V, "reference", partial(_stacked_exchange, variant=QK_AND_V)),
     "p off by one row, hf": ("FAN_ROWS", GROUPED, "hf", _rolled),
     "p off by one row, reference": ("FAN_ROWS", GROUPED, "reference", _rolled),
 }
@@ -207,7 +196,7 @@ def refused(source: Path, tmp_path: Path, to: str, capsys: pytest.CaptureFixture
 def started_from(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Variant], Path]:
     """A source in Megatron's form: the fault is in one format alone then (the same in two cancels, and rightly)."""
 
-    @functools.cache
+    @cache
     def source(variant: Variant) -> Path:
         folder = tmp_path_factory.mktemp("sources")
         reference = write(folder / "reference", variant)

@@ -78,10 +78,7 @@ def test_the_receipt_of_every_variant(root: Path, name: str, tmp_path: Path) -> 
 
 def load_and_save(root: Path, saved: Path, tensor: int, pipeline: int, names: tuple[str, ...]) -> dict[str, float]:
     """Load variants into a layout, save it from there, and return its loss on the fixed samples; on every rank."""
-    parallel = ParallelConfig(
-        tensor_model_parallel_size=tensor,
-        pipeline_model_parallel_size=pipeline,
-    )
+    parallel = ParallelConfig(tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline)
     losses = {}
     with rank_grid(parallel, "cpu") as grid:
         seed_everything(0)
