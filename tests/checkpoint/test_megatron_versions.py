@@ -39,7 +39,7 @@ def values(run_on_ranks: RunOnRanks, tmp_path: Path) -> dict[str, Any]:
 
 
 def checkpoints(values: dict[str, Any]) -> Path:
-    return Path(values["training"]["run_dir"]) / run_folder.CHECKPOINTS
+    return run_dir(values) / run_folder.CHECKPOINTS
 
 
 def resume_from_a_later_torchs_table(values: dict[str, Any]) -> None:
@@ -57,9 +57,8 @@ def test_properties_of_tensors_that_later_versions_add_are_left_out(
     run_on_ranks: RunOnRanks, values: dict[str, Any]
 ) -> None:
     run_on_ranks(2, resume_from_a_later_torchs_table, values)
-    assert run_folder.latest_checkpoint(checkpoints(values).parent) == checkpoints(values) / run_folder.checkpoint_name(
-        3
-    )
+    last = checkpoints(values) / run_folder.checkpoint_name(3)
+    assert run_folder.latest_checkpoint(run_dir(values)) == last
 
 
 def error_of_a_library_that_fails(values: dict[str, Any]) -> str:

@@ -340,10 +340,9 @@ def test_a_url_names_a_run_or_one_of_its_checkpoints_and_is_fetched_once(tmp_pat
     assert len(message) == 1
     save(source, 5, b"another one")
     assert (fetch_checkpoint(url, cache, message.append) / WEIGHTS).read_bytes() == b"another one"
-    assert fetch_checkpoint(
-        f"{url}/{run_folder.CHECKPOINTS}/{run_folder.checkpoint_name(4)}", cache, message.append
-    ).name.endswith("4")
-    for missing in (f"file://{tmp_path}/none", f"{url}/{run_folder.CHECKPOINTS}/{run_folder.checkpoint_name(6)}"):
+    earlier, later = (f"{url}/{run_folder.CHECKPOINTS}/{run_folder.checkpoint_name(step)}" for step in (4, 6))
+    assert fetch_checkpoint(earlier, cache, message.append).name.endswith("4")
+    for missing in (f"file://{tmp_path}/none", later):
         with pytest.raises(InputError):
             fetch_checkpoint(missing, cache, message.append)
 

@@ -184,9 +184,8 @@ def test_the_checkpoint_holds_the_state_of_its_step_though_training_went_on(
         assert (path, again, after) == (checkpoint, None, ["latest", "step-00000002"])
     at_save, later = (gather([rank[which] for rank in ranks]) for which in (0, 1))
     assert [name for name in at_save if torch.equal(at_save[name], later[name])] == []
-    loaded = gather(
-        [rank.pieces for rank in run_on_ranks(1, load_and_train, "tp1-plain", small_model(), dtype, checkpoint)]
-    )
+    (rank,) = run_on_ranks(1, load_and_train, "tp1-plain", small_model(), dtype, checkpoint)
+    loaded = gather([rank.pieces])
     assert loaded.keys() == at_save.keys()
     assert [name for name in loaded if not torch.equal(loaded[name], at_save[name])] == []
 

@@ -11,14 +11,7 @@ from collections import Counter
 import pytest
 
 from megatron_fanformer.configuration import described_fields, yaml_value
-from megatron_fanformer.convert.foreign_names import (
-    EARLIER,
-    HUGGING_FACE,
-    MEGATRON_LM,
-    OLMO,
-    answer,
-    plain,
-)
+from megatron_fanformer.convert.foreign_names import EARLIER, HUGGING_FACE, MEGATRON_LM, OLMO, answer, plain
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.train.config import RunConfig, config_from_dict, load_config
 from tests.small_runs import ROOT
@@ -46,10 +39,7 @@ def message(*overrides: str) -> str:
         ("training.weight_decay", "did you mean optimizer.weight_decay?"),  # in another section
         ("model.p_ratio", "did you mean model.fan.p_ratio?"),
         ("training.fp16", "not there, because 16-bit numbers are bf16, which needs no loss scale; leave it out"),
-        (
-            "evaluation.perplexity.batches",
-            "did you mean evaluation.perplexity.limit_tokens (in tokens, ",
-        ),
+        ("evaluation.perplexity.batches", "did you mean evaluation.perplexity.limit_tokens (in tokens, "),
         ("checkpoint.zip", "the keys here are "),  # near nothing
     ],
 )
@@ -86,10 +76,8 @@ def test_the_arguments_are_megatrons_own() -> None:
 
     with contextlib.redirect_stdout(io.StringIO()):
         parser = add_megatron_arguments(argparse.ArgumentParser())
-    flags = set(parser._option_string_actions)
-    assert [
-        name for table in MEGATRON_LM.values() for row in table for name in row.names.split() if name not in flags
-    ] == []
+    names = {name for table in MEGATRON_LM.values() for row in table for name in row.names.split()}
+    assert names - set(parser._option_string_actions) == set()
 
 
 # -- the page
