@@ -127,24 +127,23 @@ def test_programs_are_run_only_where_that_is_allowed():
 # -- the library's own data
 
 
-def outcomes_of_solutions(asked):
-    solved = [program(document, document["solution"]) for document in asked]
-    unsolved = [program(document, "") for document in asked]
-    return [[result.outcome for result in run_programs(programs)] for programs in (solved, unsolved)]
+EVERY = (pytest.mark.full, pytest.mark.timeout(3600))  # 1,328 processes
 
 
-@pytest.mark.parametrize("name", ["humaneval", "mbpp"])
-def test_the_first_solutions_pass_and_empty_ones_fail(library_folder, name):
-    asked = documents(name, library_folder)[:4]
-    assert outcomes_of_solutions(asked) == [["passed"] * 4, ["failed"] * 4]
-
-
-@pytest.mark.full
-@pytest.mark.timeout(3600)  # 1,328 processes
-@pytest.mark.parametrize(("name", "number"), [("humaneval", 164), ("mbpp", 500)])
-def test_every_solution_passes_and_no_empty_one(library_folder, name, number):
-    asked = documents(name, library_folder)
-    assert outcomes_of_solutions(asked) == [["passed"] * number, ["failed"] * number]
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("humaneval", 4),
+        ("mbpp", 4),
+        pytest.param("humaneval", 164, marks=EVERY),
+        pytest.param("mbpp", 500, marks=EVERY),
+    ],
+)
+def test_solutions_of_the_library_pass_and_empty_ones_fail(library_folder, name, number):
+    asked = documents(name, library_folder)[: number if number == 4 else None]
+    for texts, outcome in (([one["solution"] for one in asked], "passed"), ([""] * number, "failed")):
+        programs = [program(document, text) for document, text in zip(asked, texts, strict=True)]
+        assert [result.outcome for result in run_programs(programs)] == [outcome] * number
 
 
 def test_the_answers_of_gsm8k_are_the_final_numbers_of_its_solutions(library_folder):

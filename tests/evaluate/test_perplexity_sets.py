@@ -79,6 +79,8 @@ def test_missing_sets_are_named_at_once(tmp_path: Path) -> None:
     with pytest.raises(InputError) as error:
         found(config)
     assert str(error.value).splitlines() == [none, pattern, group]
+    with pytest.raises(InputError, match="folder: nowhere is not a folder"):
+        found(dataclasses.replace(config, folder="nowhere"))
 
 
 @pytest.mark.usefixtures("without_home")  # files of this machine need no cache
@@ -149,12 +151,13 @@ def test_a_limit_counts_tokens_from_the_beginning(tmp_path: Path) -> None:
         assert len(each.pieces()) == pieces
 
 
+TEXTS = ("Grüße aus Köln. " * 40, "def f(x):\n    return [x]\n" * 40)
+
+
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory, small_tokenizer_file: Path) -> Path:
     folder = tmp_path_factory.mktemp("prepared")
-    texts = ["Grüße aus Köln. " * 40, "def f(x):\n    return [x]\n" * 40]
-    lines = [f'{{"text": {text!r}}}'.replace("'", '"').replace("\\\\n", "\\n") for text in texts]
-    (folder / "documents.jsonl").write_text("\n".join(lines))
+    (folder / "documents.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
     prepare(
         PrepareConfig(
             inputs=(str(folder / "documents.jsonl"),),
@@ -171,7 +174,7 @@ def test_bytes_are_those_of_the_manifest_or_of_the_text_decoded(prepared: Path, 
     tokenizer = load_tokenizer(small_tokenizer_file)
     config = own(prepared, chunking="documents")
     (stated,) = found(config, seq_length=4096, tokenizer=None)
-    text_bytes = len(("Grüße aus Köln. " * 40 + "def f(x):\n    return [x]\n" * 40).encode())
+    text_bytes = len("".join(TEXTS).encode())
     assert stated.bytes_per_token == text_bytes / stated.files[0].file.tokens
     Path(f"{prepared}.manifest.json").rename(f"{prepared}.away")
     try:
@@ -188,7 +191,6 @@ def test_bytes_are_those_of_the_manifest_or_of_the_text_decoded(prepared: Path, 
 
 def test_rolling_windows_count_every_byte_and_word_of_the_text(prepared: Path, small_tokenizer_file: Path) -> None:
     tokenizer = load_tokenizer(small_tokenizer_file)
-    texts = ["Grüße aus Köln. " * 40, "def f(x):\n    return [x]\n" * 40]
     config = own(prepared, chunking="rolling")
     sizes = {}
     Path(f"{prepared}.manifest.json").rename(f"{prepared}.away")
@@ -199,7 +201,7 @@ def test_rolling_windows_count_every_byte_and_word_of_the_text(prepared: Path, s
         Path(f"{prepared}.away").rename(f"{prepared}.manifest.json")
     (sizes["stated"],) = found(config, seq_length=16, tokenizer=tokenizer)
     (without,) = found(config, seq_length=16)
-    for of_texts, each in ((texts, sizes["decoded"]), (texts, sizes["stated"]), (texts[:1], begun), (texts, without)):
+    for of_texts, each in ((TEXTS, sizes["decoded"]), (TEXTS, sizes["stated"]), (TEXTS[:1], begun), (TEXTS, without)):
         scored = int(each.pieces()[:, 3].sum())
         assert scored == sum(len(tokenizer.encode(text)) for text in of_texts)  # without the ends of documents
         assert each.bytes_per_token == sum(len(text.encode()) for text in of_texts) / scored
@@ -255,16 +257,3 @@ def test_a_set_of_another_tokenizer_is_told(
             tokenizer=str(small_tokenizer_file),
         )
         assert expected in caplog.text and bool(expected) == bool(caplog.text)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"chunk_tokens": 9}, "chunk_tokens is 9, longer than the 8 tokens that the model was trained on"),
-        ({"folder": "nowhere"}, "folder: nowhere is not a folder"),
-    ],
-)
-def test_what_cannot_be_is_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
-    write_npy(tmp_path / "a.npy", 100)
-    with pytest.raises(InputError, match=message):
-        found(dataclasses.replace(own(tmp_path), **fields))

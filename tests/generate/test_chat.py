@@ -118,24 +118,13 @@ def test_an_answer_that_is_broken_off_stays_as_far_as_it_came(run_folder, templa
         assert chat._messages[-1] == {"role": "assistant", "content": begun}
 
 
-@pytest.fixture
-def piped(monkeypatch, capsys):
-    """`piped(text, *arguments)`: exit code, standard output and standard error of `chat` with that text piped in."""
-
-    def run(text: bytes, *arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text)))
-        capsys.readouterr()
-        code = main(["chat", *arguments, "--max-new-tokens", str(NEW_TOKENS)])
-        return code, *capsys.readouterr()
-
-    return run
-
-
-def test_a_pipe_gets_the_answers_alone(exported_chat, piped):
+def test_a_pipe_gets_the_answers_alone(exported_chat, monkeypatch, capsys):
     first, second = transformers_answers(exported_chat, [], "hello", "and x?")
     sent = b"hello\r\n \nand x?\n/reset\nhello\n/quit\nnever read\n"
-    code, out, err = piped(sent, str(exported_chat))
-    assert (code, out, err) == (0, f"{first}\n{second}\n{first}\n", "")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(sent)))
+    capsys.readouterr()
+    assert main(["chat", str(exported_chat), "--max-new-tokens", str(NEW_TOKENS)]) == 0
+    assert capsys.readouterr() == (f"{first}\n{second}\n{first}\n", "")
 
 
 @pytest.mark.parametrize(

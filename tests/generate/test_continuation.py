@@ -125,11 +125,8 @@ def test_tokens_without_text_have_none():
     assert new.text == "BC"
 
 
-def test_a_character_is_settled_when_it_is_whole():
+def test_text_is_settled_where_its_character_is_whole_and_begins_no_stop_string():
     assert settled_after_each("aé🙂b") == ["a", "a", "aé", "aé", "aé", "aé", "aé🙂", "aé🙂b"]
-
-
-def test_what_may_begin_a_stop_string_is_not_settled():
     assert settled_after_each("a\n\nb\nc", "\n\nQ", "\nclass") == ["a", "a", "a", "a\n\nb", "a\n\nb", "a\n\nb"]
 
 

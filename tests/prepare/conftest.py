@@ -4,9 +4,13 @@ import gzip
 from collections.abc import Iterable
 from pathlib import Path
 
+import pyarrow
 import pytest
+from isal import igzip
+from pyarrow import parquet
 
-from tests.prepare.making import Prepare, WriteLines, prepare_files
+from megatron_fanformer import stores
+from tests.prepare.making import Prepare, WriteLines, as_line, prepare_files
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +41,32 @@ def write_lines(tmp_path: Path) -> WriteLines:
         return path
 
     return write
+
+
+@pytest.fixture
+def mixed(write_lines: WriteLines) -> Path:
+    """Seven lines: three documents and four refused lines."""
+    lines = [as_line("one"), b"{", as_line(""), as_line("two\ttwo"), b'{"id": 1}', b"{", as_line("three")]
+    return write_lines("mixed.jsonl", lines)
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
+    """A folder of each kind of file, one of them in a folder below."""
+    lines = b"".join(as_line(f"document {number} " * 40) + b"\n" for number in range(300))
+    (below := tmp_path / "documents" / "below").mkdir(parents=True)
+    (below / "c.jsonl").write_bytes(lines)
+    (below.parent / "a.jsonl.gz").write_bytes(igzip.compress(lines))
+    table = pyarrow.table({"text": [f"row {number}" for number in range(5000)]})
+    parquet.write_table(table, below.parent / "b.parquet", row_group_size=500)
+    (below.parent / "own.manifest.json").write_text("{}")
+    return below.parent
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pause is waited for."""
+    monkeypatch.setattr(stores.time, "sleep", lambda _: None)
 
 
 @pytest.fixture(scope="session")

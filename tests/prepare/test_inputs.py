@@ -1,12 +1,9 @@
 import re
 from pathlib import Path
 
-import pyarrow
 import pytest
 from isal import igzip
-from pyarrow import parquet
 
-from megatron_fanformer import stores
 from megatron_fanformer.data.manifest import read_any_manifest
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.prepare.documents import DocumentFile, DocumentParser, parse_block
@@ -14,6 +11,8 @@ from megatron_fanformer.prepare.inputs import CHAT_SUFFIXES, expand_inputs
 from tests.closed_folders import closed_folder
 from tests.data.failing_stores import planned
 from tests.prepare.making import Prepare, as_line
+
+pytestmark = pytest.mark.usefixtures("impatient")
 
 
 def names(found: list[Path], folder: Path) -> list[str]:
@@ -111,25 +110,6 @@ def test_a_file_that_links_lead_to_counts_once(tmp_path: Path, capsys: pytest.Ca
     )
     assert names(expand_inputs([f"{tmp_path}/**/[1-4].jsonl"]), tmp_path) == ["a/1.jsonl", "b/2.jsonl"]
     assert names(expand_inputs([tmp_path / "a" / "3.jsonl"]), tmp_path) == ["a/3.jsonl"]
-
-
-@pytest.fixture
-def documents(tmp_path: Path) -> Path:
-    """A folder of each kind of file, one of them in a folder below."""
-    lines = b"".join(as_line(f"document {number} " * 40) + b"\n" for number in range(300))
-    (below := tmp_path / "documents" / "below").mkdir(parents=True)
-    (below / "c.jsonl").write_bytes(lines)
-    (below.parent / "a.jsonl.gz").write_bytes(igzip.compress(lines))
-    table = pyarrow.table({"text": [f"row {number}" for number in range(5000)]})
-    parquet.write_table(table, below.parent / "b.parquet", row_group_size=500)
-    (below.parent / "own.manifest.json").write_text("{}")
-    return below.parent
-
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No pause is waited for."""
-    monkeypatch.setattr(stores.time, "sleep", lambda _: None)
 
 
 def test_token_files_are_those_of_documents_here(documents: Path, tmp_path: Path, prepare: Prepare) -> None:

@@ -6,10 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-import pyarrow
 import pytest
-from isal import igzip
-from pyarrow import parquet
 
 from megatron_fanformer import stores
 from megatron_fanformer.cli import main
@@ -21,26 +18,9 @@ from tests.checkpoint.stores import FailingFiles
 from tests.data.chat_making import made_up_chats
 from tests.data.failing_stores import FORBIDDEN, Plan, planned
 from tests.disk_steps import recorded_steps
-from tests.prepare.making import Prepare, WriteLines, as_line, hashes
+from tests.prepare.making import Prepare, hashes
 
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No pause is waited for."""
-    monkeypatch.setattr(stores.time, "sleep", lambda _: None)
-
-
-@pytest.fixture
-def documents(tmp_path: Path) -> Path:
-    """A folder of each kind of file, one of them in a folder below."""
-    lines = b"".join(as_line(f"document {number} " * 40) + b"\n" for number in range(300))
-    (below := tmp_path / "documents" / "below").mkdir(parents=True)
-    (below / "c.jsonl").write_bytes(lines)
-    (below.parent / "a.jsonl.gz").write_bytes(igzip.compress(lines))
-    table = pyarrow.table({"text": [f"row {number}" for number in range(5000)]})
-    parquet.write_table(table, below.parent / "b.parquet", row_group_size=500)
-    (below.parent / "own.manifest.json").write_text("{}")
-    return below.parent
+pytestmark = pytest.mark.usefixtures("impatient")
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -142,13 +122,6 @@ def test_outputs_that_cannot_be_written_are_one_line(
     words = ["--scratch", "x", "--output", "y", "--tokenizer", "z"]
     assert main(["prepare", str(documents), *words]) == 2
     assert "scratch is set, which has no effect without --output at a URL" in capsys.readouterr().err
-
-
-@pytest.fixture
-def mixed(write_lines: WriteLines) -> Path:
-    """Seven lines: three documents and four refused lines."""
-    lines = [as_line("one"), b"{", as_line(""), as_line("two\ttwo"), b'{"id": 1}', b"{", as_line("three")]
-    return write_lines("mixed.jsonl", lines)
 
 
 def test_an_index_of_many_documents_is_written_in_chunks(

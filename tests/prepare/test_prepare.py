@@ -27,13 +27,6 @@ from tests.prepare.making import Prepare, WriteLines, as_line, hashes, prepare_f
 
 
 @pytest.fixture
-def mixed(write_lines: WriteLines) -> Path:
-    """Seven lines: three documents and four refused lines."""
-    lines = [as_line("one"), b"{", as_line(""), as_line("two\ttwo"), b'{"id": 1}', b"{", as_line("three")]
-    return write_lines("mixed.jsonl", lines)
-
-
-@pytest.fixture
 def damaged(write_lines: WriteLines) -> Path:
     """A hundred documents, the last of them cut off."""
     return cut_off(write_lines("damaged.jsonl.gz", [as_line("text " * 100)] * 100))
