@@ -1,7 +1,12 @@
-"""Checkpoints of other versions: what later ones add is left out, and what cannot be read is not called damaged."""
+"""Checkpoints of other versions: what later ones add is left out, and what cannot be read is not called damaged.
+
+`python -m tests.checkpoint.test_megatron_versions` writes the sample of the installed megatron-core.
+"""
 
 import shutil
+import tempfile
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,10 +19,11 @@ from megatron_fanformer.checkpoint.manifest import VERSIONS, versions
 from megatron_fanformer.checkpoint.stored_files import Table, read_table, tensors_of
 from megatron_fanformer.configuration import read_plain_values
 from megatron_fanformer.train.metrics import read_metrics
-from tests.checkpoint.version_samples import SAMPLES, STEP, run_values
-from tests.small_runs import small_run, write_tokens
+from tests.small_runs import ROOT, small_run, start_command, write_config, write_tokens
 from tests.train.test_trainer import train
 
+SAMPLES = ROOT / "tests" / "samples" / "checkpoints"
+STEP = 2
 RunOnRanks = Callable[..., list[Any]]
 SAME = 1e-5  # of a loss: the samples were written on a CPU with AVX-512, whose sums may be in another order
 
@@ -82,6 +88,18 @@ def test_a_library_that_fails_on_sound_files_is_not_damage(run_on_ranks: RunOnRa
     assert run_folder.latest_checkpoint(checkpoints(values).parent) == newest
 
 
+def run_values(folder: Path, steps: int) -> dict[str, Any]:
+    """A run of two thousand weights on tokens that are the same wherever it is, in a folder."""
+    return small_run(
+        write_tokens(folder / "tokens", vocab_size=32),
+        folder / "run",
+        model={"num_layers": 1, "hidden_size": 16, "ffn_hidden_size": 16, "num_attention_heads": 2, "vocab_size": 32},
+        schedule={"lr_warmup_iters": 1, "lr_decay_iters": 4},
+        training={"train_iters": steps},
+        checkpoint={"save_interval": STEP},
+    )
+
+
 @pytest.mark.parametrize("sample", [path.name for path in sorted(SAMPLES.iterdir())])
 def test_a_run_of_either_megatron_core_goes_on(sample: str, run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
     """From its weights, optimizer and place in the data, as a run does that never stopped."""
@@ -98,3 +116,19 @@ def test_a_run_of_either_megatron_core_goes_on(sample: str, run_on_ranks: RunOnR
 
 def run_dir(values: dict[str, Any]) -> Path:
     return Path(values["training"]["run_dir"])
+
+
+def main() -> None:
+    """Write the sample."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = write_config(Path(folder) / "run.yaml", run_values(Path(folder), STEP))
+        process = start_command("train", "--config", str(config))
+        _, errors = process.communicate()
+        assert process.returncode == 0, errors
+        (checkpoint,) = (Path(folder) / "run" / "checkpoints").glob("step-*")
+        major, minor, *_ = version("megatron-core").split(".")
+        shutil.copytree(checkpoint, SAMPLES / f"megatron-core-{major}.{minor}", dirs_exist_ok=True)
+
+
+if __name__ == "__main__":
+    main()
