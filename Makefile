@@ -47,7 +47,7 @@ faults: $(INSTALLED) ## plant each fault of tests/faults/planted/ in a copy, and
 smoke: $(INSTALLED) ## the part of the tests that shows whether another Python and megatron-core serve
 	$(PYTEST) tests/test_megatron_seam.py tests/parity/test_parity.py tests/train/test_trainer.py tests/golden \
 		tests/engine/test_layers.py tests/engine/test_stock_loop.py tests/engine/test_hybrid_stack.py \
-		tests/model/test_stages.py tests/checkpoint/test_versions.py
+		tests/model/test_stages.py tests/checkpoint/test_megatron_versions.py
 
 newest: ## smoke, tests/hf and the demo with the newest of everything that resolves, in .venv-newest (PYTHON=python3.12 or later)
 	rm -rf .venv-newest runs/newest
