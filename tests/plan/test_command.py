@@ -159,6 +159,8 @@ def test_the_table_names_every_part(config: str, capsys: pytest.CaptureFixture[s
         (["--layouts", "pp=3"], 6, "h100", "layout 'pp=3': parallel.pipeline_model_parallel_size 3 does not divide"),
         (["--layouts", "mbs=0"], 8, "h100", "training.micro_batch_size is 0; it must be at least 1"),
         (["--layouts", "tp"], 8, "h100", "write it as in tp=2,sp=true"),
+        (["--layouts", "tp=two"], 8, "h100", "tensor_model_parallel_size"),
+        (["--layouts", "tq=2"], 8, "h100", "unknown configuration key tq"),
         (["--tokens", "1.5"], 8, "h100", "'1.5' is not a number from 1 to 1000000T; write it as in 1.05T, 300B"),
         (["--price", "nan"], 8, "h100", "must be a number above 0"),
         (["--save-rate", "0"], 8, "h100", "'0' must be a number above 0"),

@@ -124,19 +124,6 @@ def test_what_is_fused_or_refused_is_not_recomputed(
         assert not any("recompute" in line for line in refused)
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("tp=two", "tensor_model_parallel_size"),
-        ("mbs=big", "training.micro_batch_size"),
-        ("tq=2", "unknown configuration key tq"),
-    ],
-)
-def test_a_layout_that_cannot_be_read(text: str, problem: str) -> None:
-    with pytest.raises(InputError, match=problem):
-        laid_out(small_config(), text)
-
-
 SEVEN = PRESETS["fanformer-7b"]  # 24 layers, and a head that counts as one
 
 
