@@ -1,7 +1,4 @@
-"""Runs `megatron-fanformer plan`: reads the request, judges or searches, simulates, prints and writes the report.
-
-torch is not imported, unless ranks are simulated.
-"""
+"""The work of `plan`: judge or search layouts, simulate ranks (only this imports torch), print and write the report."""
 
 import dataclasses
 import json
