@@ -51,8 +51,8 @@ ROOMS = {
     "options": "configuration",
     "__init__": "",
 }
-GROUND = (
-    *("errors", "configuration", "options", "processes", "durable_files", "stores", "terminal", "pictures", "markdown"),
+GROUND = tuple(
+    ["errors", "configuration", "options", "processes", "durable_files", "stores", "terminal", "pictures", "markdown"]
 )
 """For everybody but hf, and the package itself, for its version."""
 MAY_IMPORT = {room: tuple(ROOMS.get(room, "").split()) for room in (*GROUND, *ROOMS)}
