@@ -273,14 +273,14 @@ def placements_are_asked_and_not_compared(root: Path) -> list[str]:
 PLANTED: list[tuple[Rule, str, str]] = [
     (rooms_are_in_the_table, "attic/box.py", ""),
     (imports_follow_the_table, "data/a.py", "def f():\n    from ..model import config"),
-    (imports_follow_the_table, "planning/a.py", "import importlib\nimportlib.import_module('megatron_fanformer.data')"),
+    (imports_follow_the_table, "prepare/a.py", "import importlib\nimportlib.import_module('megatron_fanformer.model')"),
     (files_import_in_no_circle, "hf/configuration_fanformer.py", "from . import modeling_fanformer"),
     (hf_stands_alone, "hf/a.py", "import safetensors"),
-    (environment_is_read_in_two_modules, "training/a.py", "import os\nrank = os.environ['RANK']"),
+    (environment_is_read_in_two_modules, "train/a.py", "import os\nrank = os.environ['RANK']"),
     (files_are_short, "data/a.py", "x = 1\n" * (MAX_LINES + 1)),
     (model_chooses_no_device, "model/a.py", "import torch\nx = torch.zeros(1, device='cuda:0')"),
     (placements_are_asked_and_not_compared, "hf/a.py", 'x = config.fan_placement in ("qkv", "ffn")'),
-    (stages_alone_name_megatrons_models, "training/a.py", "from megatron.core.models.gpt import GPTModel as Model"),
+    (stages_alone_name_megatrons_models, "train/a.py", "from megatron.core.models.gpt import GPTModel as Model"),
 ]
 # (file, its text) that break no rule
 INNOCENT = [
