@@ -82,7 +82,7 @@ def prepare_requests(
             unreadable.
         OSError: it cannot be written.
     """
-    named, own = find_tasks(tasks)
+    named, own_tasks = find_tasks(tasks)
     encoder = load_tokenizer(tokenizer, eod_id=eod_id)
     versions = {"megatron-fanformer": __version__} | ({PACKAGE: VERSION} if named else {})
     choices: dict[str, TaskRequests] = {}
@@ -93,7 +93,7 @@ def prepare_requests(
         else:
             choices[task.name] = choice_requests(task, encoder, context_length, limit)
         print(f"{task.name}: prepared", file=sys.stderr)
-    for own_task in own:
+    for own_task in own_tasks:
         name = OWN + own_task.name
         choices[name] = own_requests(own_task, encoder, context_length, limit=limit)
         versions[name] = f"SHA-256 {own_task.sha256}"
@@ -134,14 +134,14 @@ def find_tasks(names: Sequence[str]) -> tuple[list[Task], list[OwnTask]]:
     """
     if known := [name for name in names if name.startswith(OWN)]:
         raise InputError(f"{', '.join(known)} is a task in a request file; name its file of questions to prepare it")
-    own = [read_task(Path(name)) for name in dict.fromkeys(names) if is_own(name)]
-    own_names = [task.name for task in own]
+    own_tasks = [read_task(Path(name)) for name in dict.fromkeys(names) if is_own(name)]
+    own_names = [task.name for task in own_tasks]
     if twice := next((name for name in own_names if own_names.count(name) > 1), None):
         raise InputError(f"two files of --tasks have a task named {twice}; give one another name")
     named = resolve([name for name in names if not is_own(name)])
     if named:
         data_folder()
-    return named, own
+    return named, own_tasks
 
 
 def cached_requests(*, tasks: Sequence[str], tokenizer: Path, **options: Any) -> RequestFile:
@@ -149,10 +149,10 @@ def cached_requests(*, tasks: Sequence[str], tokenizer: Path, **options: Any) ->
 
     Its key is the SHA-256 of everything that it is made from. The arguments are those of `prepare_requests`.
     """
-    named, own = find_tasks(tasks)
+    named, own_tasks = find_tasks(tasks)
     sources = {
         "tasks": [task.name for task in named],
-        "own": [[task.name, task.sha256] for task in own],
+        "own": [[task.name, task.sha256] for task in own_tasks],
         "tokenizer": sha256_of(tokenizer_file(tokenizer)),
         "versions": [__version__, VERSION if named else None],
         **options,
