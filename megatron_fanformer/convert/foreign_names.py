@@ -204,7 +204,7 @@ _MEGATRON_LM = {
 --sft = data.format: sft, on what prepare --chat has written
 --num-workers = data.num_workers: on a CPU 0 by default, not 2
 --reset-attention-mask --dataloader-inter-document-masking = data.reset_attention_mask: by the end-of-text id
---reset-position-ids = data.reset_position_ids: needs data.reset_attention_mask
+--reset-position-ids: rotary positions are relative
 --eod-mask-loss = data.eod_mask_loss
 --tokenizer-type: its file (data.tokenizer) shows it
 --tokenizer-model = data.tokenizer

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_fanformer.data.remote_files import listed, optional_contents
-from megatron_fanformer.data.token_files import NPY_SUFFIX, NPY_SUFFIXES, bin_path, idx_path, npy_prefix
+from megatron_fanformer.data.token_files import NPY_SUFFIX, bin_path, idx_path, npy_prefix
 from megatron_fanformer.errors import InputError, redacted
 from megatron_fanformer.stores import is_url, password_problem
 
@@ -29,7 +29,6 @@ PART_NAMES = ("training", "validation", "test")
 TRAIN, VALIDATION = 0, 1  # positions in PART_NAMES, and in megatron-core's lists
 SPLIT_PATTERN = re.compile(r"\d*\.?\d+(,\d*\.?\d+){1,2}")
 COMMENT = re.compile(r"(^|\s)#.*")
-LABEL = re.compile(r"^\s*[^\s,]+\s*,\s*(?=\S+\s*$)")  # of a line `label,path` of a mix as OLMo-core has them
 TEXT_ENCODING = "utf-8-sig"  # an editor of Windows begins a file with a byte order mark, which is of no word
 PAIR_END = re.compile(r"\.(bin|idx)$")
 
@@ -48,7 +47,7 @@ class Source:
     @property
     def is_npy(self) -> bool:
         """Return whether it is .npy files."""
-        return self.paths[0].endswith(NPY_SUFFIXES)
+        return self.paths[0].endswith(NPY_SUFFIX)
 
     @property
     def prefixes(self) -> list[str]:
@@ -146,7 +145,7 @@ def _item_words(item: str) -> list[str]:
         raise InputError(
             f"blend file {redacted(file)} cannot be read ({reason}); name a text file of prefixes"
         ) from None
-    words = [word for line in lines for word in LABEL.sub("", line).split()]
+    words = [word for line in lines for word in line.split()]
     if any(word.startswith("@") for word in words):
         raise InputError(f"blend file {file} names another by @; list both where the first is named")
     step = 1 if not words or as_weight(words[0]) is None else 2
@@ -174,13 +173,11 @@ def _below(folder: str, path: str) -> str:
 def _source(word: str) -> Source:
     """Return the source that a word names. At a URL, a folder's name ends in /, so that most need not be looked up."""
     if is_url(word):
-        is_many = word.endswith("/") or (word.endswith(NPY_SUFFIXES) and glob.has_magic(word))
-        return Source(_some(word, listed(word, NPY_SUFFIXES)) if is_many else (re.sub(PAIR_END, "", word),))
+        is_many = word.endswith("/") or (word.endswith(NPY_SUFFIX) and glob.has_magic(word))
+        return Source(_some(word, listed(word, NPY_SUFFIX)) if is_many else (re.sub(PAIR_END, "", word),))
     if Path(word).is_dir() and not idx_path(word).exists():
-        return Source(
-            _some(word, sorted(str(path) for path in Path(word).iterdir() if path.name.endswith(NPY_SUFFIXES)))
-        )
-    if word.endswith(NPY_SUFFIXES) and glob.has_magic(word) and not Path(word).exists():
+        return Source(_some(word, sorted(str(path) for path in Path(word).iterdir() if path.name.endswith(NPY_SUFFIX))))
+    if word.endswith(NPY_SUFFIX) and glob.has_magic(word) and not Path(word).exists():
         return Source(_some(word, sorted(glob.glob(word, recursive=True))))
     return Source((word if idx_path(word).exists() else re.sub(PAIR_END, "", word),))
 

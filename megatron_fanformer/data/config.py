@@ -40,21 +40,13 @@ class DataConfig:
     reset_attention_mask: bool = False
     """Attention stays within documents (docs/fine-tuning.md#attention-within-documents), not across them as in the
     paper."""
-    reset_position_ids: bool = False
-    """`position_ids` begin at 0 in every document; changes no result."""
     eod_mask_loss: bool = False
     """No loss where an end of text is read."""
-    mask_repeated_ngrams: bool = False
-    """No loss in training samples in which 1 to 13 tokens stand 32 times in a row or more, which is OLMo-core's
-    filter."""
     cache_path: str | None = None
     """Folder for sample indices and large orders of samples, shared by all nodes; null: `.index_cache` beside
     `train_data`."""
     num_workers: int | None = None
     """Loader processes of each rank that reads; 0: its own; null: 2 on a GPU, whose step need not wait, else 0."""
-    staging_path: str | None = None
-    """Folder of each node's own disk, to which token files at URLs are copied before the run; null: samples are
-    requested as they are needed (docs/data.md#token-files-on-another-store)."""
     allow_change: list[str] = field(default_factory=list)
     """Changes of the data to allow for one start: `train`, `tokenizer`, or names of `valid_data`
     (docs/data.md#the-same-data-on-resuming)."""
@@ -84,11 +76,6 @@ class DataConfig:
             problems += filter(None, [password_problem("data.tokenizer", self.tokenizer)])
         elif self.tokenizer is not None and not Path(self.tokenizer).exists():
             problems.append(f"data.tokenizer: {self.tokenizer} does not exist; name a .model or tokenizer.json")
-        if self.reset_position_ids and not self.reset_attention_mask:
-            problems.append(
-                "data.reset_position_ids: true without data.reset_attention_mask, where one text's positions run on; "
-                "set data.reset_attention_mask, too"
-            )
         if self.num_workers is not None and self.num_workers < 0:
             problems.append(f"data.num_workers: {self.num_workers} is negative; 0 loads in the rank's own process")
         names = (TRAINING, TOKENIZER, *self.valid_data)
@@ -108,17 +95,12 @@ class DataConfig:
         return problems or ([] if others else overlap_problems([self.train_data, *self.stages.values()]))
 
     def _chat_problems(self) -> list[str]:
-        reasons = {
-            "reset_attention_mask": (False, "conversations that are packed must not see one another"),
-            "reset_position_ids": (False, "conversations that are packed must not see one another"),
-            "mask_repeated_ngrams": (True, "chats state themselves what is learned"),
-            "eod_mask_loss": (True, "chats state themselves which ends of text are learned"),
-        }
-        return [
-            f"data.{name}: {str(wrong).lower()}, but {reason}; leave it out"
-            for name, (wrong, reason) in reasons.items()
-            if getattr(self, name) == wrong
-        ]
+        problems = []
+        if not self.reset_attention_mask:
+            problems.append("data.reset_attention_mask: false, but packed conversations must not see one another")
+        if self.eod_mask_loss:
+            problems.append("data.eod_mask_loss: true, but chats state themselves which ends of text are learned")
+        return [f"{problem}; leave it out" for problem in problems]
 
     @property
     def is_chats(self) -> bool:

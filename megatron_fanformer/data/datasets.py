@@ -27,7 +27,7 @@ from megatron_fanformer.data.check import CheckedData, check_files, training_con
 from megatron_fanformer.data.config import SPLIT_VALIDATION, DataConfig
 from megatron_fanformer.data.mixes import Mix, MixDataset, MixOrder, PairEpochs, draw_counts, ordered, with_ends
 from megatron_fanformer.data.sample_counts import SampleCounts, Sizes
-from megatron_fanformer.data.samples import ChatDataset, DocumentSamples, NpyDataset, UnrepeatedSamples
+from megatron_fanformer.data.samples import ChatDataset, DocumentSamples, NpyDataset
 from megatron_fanformer.data.token_files import PairReader
 from megatron_fanformer.durable_files import take_lock, write_atomically
 from megatron_fanformer.errors import InputError
@@ -79,8 +79,6 @@ def build_datasets(
         )
     if data is None:
         data = on_main(functools.partial(check_files, config))
-    if data.copies is not None:
-        data.copies.fill()  # on this rank's node
     sets = _DatasetBuilder(data=data, seq_length=seq_length, seed=seed, vocab_size=vocab_size, eod_id=eod_id)
     if config.applied_split is not None:
         parts = sets.of_split(data.train, {TRAIN: train_samples, VALIDATION: valid_samples}, config.applied_split)
@@ -92,8 +90,6 @@ def build_datasets(
             train = sets.of_mixes(ordered(data.train, data.mixes, **counts), train_samples)
         else:
             train = sets.of_blend(data.train, TRAIN, train_samples)
-    if config.mask_repeated_ngrams:
-        train = UnrepeatedSamples(train)
     return Datasets(_wrapped(train, config, data), {name: _wrapped(valid[name], config, data) for name in valid})
 
 
@@ -105,7 +101,6 @@ def _wrapped(dataset: Any, config: DataConfig, data: CheckedData) -> Any:
             dataset,
             eod_id=data.eod_id,
             reset_attention_mask=config.reset_attention_mask,
-            reset_position_ids=config.reset_position_ids,
             eod_mask_loss=config.eod_mask_loss,
         )
     return RemoteSamples(dataset) if data.remote_files else dataset

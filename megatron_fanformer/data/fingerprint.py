@@ -93,22 +93,9 @@ def fingerprint_from_plain(values: Any, where: Path) -> DataFingerprint | None:
     if values is None:
         return None
     try:
-        if "sources" in values["train"]:  # before version 0.2: the facts that the digests are of
-            train, valid = values["train"], values.get("valid", {})
-            values = {**values, "train": _former(train), "valid": {name: _former(one) for name, one in valid.items()}}
         return msgspec.convert(values, DataFingerprint)
-    except (msgspec.ValidationError, LookupError, TypeError) as error:
+    except msgspec.ValidationError as error:
         raise CorruptError(f"{where} holds no fingerprint of data ({error}); use another checkpoint") from None
-
-
-def _former(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a set or a mix, with a digest in the place of the facts of its files."""
-    sources = [
-        ([(file["tokens"], file["form"], file["content"]) for file in source["files"]], source.get("weight"))
-        for source in values["sources"]
-    ]
-    mixes = [_former(mix) for mix in values.get("stages", [])]
-    return {**values, "digest": _digest(sources, values.get("split")), "stages": mixes}
 
 
 def _digest(sources: list[tuple[list[FileFacts], float | None]], split: str | None = None) -> str:

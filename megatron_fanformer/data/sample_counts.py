@@ -110,7 +110,7 @@ class SampleCounts:
         )
 
     def _name(self, source: Source) -> str:
-        return redacted(self._data.stated(source).name)
+        return redacted(source.name)
 
     def epoch_of(self, source: Source) -> float:
         """Return the samples of an epoch; for a source too short for one, the fraction of a sample that it fills."""

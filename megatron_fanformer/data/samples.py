@@ -199,7 +199,6 @@ class DocumentSamples:
     samples: Any
     eod_id: int
     reset_attention_mask: bool
-    reset_position_ids: bool
     eod_mask_loss: bool
 
     def __len__(self) -> int:
@@ -217,48 +216,6 @@ class DocumentSamples:
         document_ids = begins.cumsum(0) - 1
         if self.reset_attention_mask:
             item[DOCUMENT_IDS] = document_ids.int()
-        if self.reset_position_ids:
-            first = torch.searchsorted(document_ids, document_ids)  # each document's first position
-            item["position_ids"] = torch.arange(len(first)) - first
         if self.eod_mask_loss:
             item["loss_mask"] = item["loss_mask"] * ~is_end
-        return item
-
-
-# -- repetitive samples
-
-LONGEST_PERIOD = 13
-LEAST_TIMES = 32
-
-
-def is_repetitive(tokens: np.ndarray) -> bool:
-    """Return whether up to LONGEST_PERIOD tokens stand LEAST_TIMES times in a row somewhere in `tokens` [n].
-
-    The rule is OLMo-core's (its `InstanceFilterConfig`): such samples, of rulers, tables of zeros and the like, cause
-    spikes of the loss.
-    """
-    for period in range(1, LONGEST_PERIOD + 1):
-        needed = period * (LEAST_TIMES - 1)  # tokens in a row, each as the one a period before it
-        is_same = tokens[period:] == tokens[:-period]
-        if np.count_nonzero(is_same) < needed:
-            continue
-        breaks = np.flatnonzero(~is_same)
-        if np.diff(breaks, prepend=-1, append=len(is_same)).max() > needed:
-            return True
-    return False
-
-
-@dataclass(frozen=True)
-class UnrepeatedSamples:
-    """A dataset's samples, in its order; those that are repetitive have a `loss_mask` of zeros."""
-
-    samples: Any
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        item: dict[str, Tensor] = {**self.samples[index]}
-        if is_repetitive(item["tokens"].numpy()):
-            item["loss_mask"] = item["loss_mask"] * 0
         return item

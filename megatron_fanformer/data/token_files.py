@@ -33,7 +33,6 @@ from megatron_fanformer.stores import is_url, reported_as_local
 NpyType = Literal["uint16", "uint32"]
 
 BIN_SUFFIX, NPY_SUFFIX = ".bin", ".npy"
-NPY_SUFFIXES = (NPY_SUFFIX, ".ds")  # the same under datatrove's name
 NUMPY_MAGIC = b"\x93NUMPY"
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 INDEX_HEADER = struct.Struct("<9sQBQQ")

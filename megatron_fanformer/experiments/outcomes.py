@@ -25,7 +25,7 @@ DETERMINING = ("model", "data", "optimizer", "schedule", "training")
 OF_MACHINE = {
     *(f"training.{name}" for name in ("run_dir", "micro_batch_size", "eval_interval", "max_restarts")),
     *ENDING_EARLY,
-    *(f"data.{name}" for name in ("num_workers", "cache_path", "staging_path")),
+    *(f"data.{name}" for name in ("num_workers", "cache_path")),
     "data.allow_change",  # of one start: the trainer itself holds a run to its data
 }
 """Fields of these that do not: where a run lies, when it pauses and measures (after its last step in any case), and how

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from megatron_fanformer.data.chat_template import RenderedChat, encode_chat, find_template, refuse_spaces_between
 from megatron_fanformer.data.chats import NPY_ROW_TOKENS
 from megatron_fanformer.data.manifest import ChatSettings, Encoding, Manifest, Settings, TokenizerRecord
-from megatron_fanformer.data.token_files import NPY_SUFFIXES, token_dtype
+from megatron_fanformer.data.token_files import NPY_SUFFIX, token_dtype
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer, note_of_end, tokenizer_file
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
@@ -161,7 +161,7 @@ def input_files(config: PrepareConfig) -> list[InputFile]:
     Raises:
         InputError: as `expand_inputs`.
     """
-    suffixes = NPY_SUFFIXES if config.from_npy else CHAT_SUFFIXES if config.chat else DOCUMENT_SUFFIXES
+    suffixes = (NPY_SUFFIX,) if config.from_npy else CHAT_SUFFIXES if config.chat else DOCUMENT_SUFFIXES
     files = expand_inputs(config.inputs, suffixes)
     if config.from_npy and (remote := next((file for file in files if isinstance(file, RemoteInput)), None)):
         raise InputError(f"{remote} is on another store, from which from_npy does not read; copy it to this machine")

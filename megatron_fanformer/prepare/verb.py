@@ -67,7 +67,7 @@ class PrepareConfig:
     backend: Backend = option("auto", metavar="BACKEND")
     """Library that computes the ids: auto, gigatoken, tokenizers, sentencepiece; all give the same ids."""
     from_npy: bool = False
-    """The inputs are headerless .npy token files, or datatrove's .ds files, made by the same tokenizer."""
+    """The inputs are headerless .npy token files, made by the same tokenizer."""
     npy_dtype: Literal["uint16", "uint32"] = option("uint16", needs=("from_npy",))
     """With --from-npy: the type of the tokens in them."""
     strict: bool = False

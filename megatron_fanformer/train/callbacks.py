@@ -92,8 +92,6 @@ class StepMetrics(Callback):
         }
         if self._config.training.z_loss_coefficient > 0:
             metrics["z_loss"] = result.z_loss
-        if self._config.data.mask_repeated_ngrams:
-            metrics["masked_share"] = 1 - result.tokens / self._config.batch_tokens
         if self._peak_flops_per_second is not None:
             metrics["model_flops_utilization"] = flops_per_second / self._peak_flops_per_second
         return metrics
@@ -225,15 +223,14 @@ class SeenSources(Callback):
         epochs: dict[Source, float] = {}
         # A mix of a run without stages may name a source twice, each of which draws from its beginning on.
         twice = [] if config.data.stages else data.train.sources
-        drawn = [redacted(data.stated(source).name) for source in twice]
+        drawn = [redacted(source.name) for source in twice]
         for mix in run_mixes(config, data):
             epoch_samples = counts.epoch_samples(config.data, mix.blend)
             epochs |= dict(zip(mix.blend.sources, epoch_samples, strict=True))
-        stated = [data.stated(source) for source in epochs]
-        self._names = [redacted(source.name) for source in stated]
+        self._names = [redacted(source.name) for source in epochs]
         numbers = {name: number for number, name in enumerate(self._names)}
         self._drawn = [numbers[name] for name in drawn or self._names]
-        self._labels = source_labels(stated)
+        self._labels = source_labels(list(epochs))
         self._epoch_samples = np.array(list(epochs.values()))
         is_known = is_changed or (seen is not None and seen.keys() <= numbers.keys())
         self._step, known = (step, seen or {}) if is_known else (0, {})

@@ -351,7 +351,7 @@ def _built(values: dict[str, Any]) -> RunConfig:
         values["evaluation"] = {**values["evaluation"], "perplexity": perplexity}
     data = values.get("data")
     if isinstance(data, dict) and data.get("format") == "sft":  # conversations are kept apart unless it says otherwise
-        values["data"] = {"reset_attention_mask": True, "reset_position_ids": True, **data}
+        values["data"] = {"reset_attention_mask": True, **data}
     return build(with_preset(values), RunConfig, advice=advice)
 
 

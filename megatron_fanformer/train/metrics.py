@@ -42,8 +42,6 @@ params_norm | train |  | every `logging.norm_interval` steps: norm of all weight
 update_norm | train |  | at the same steps: norm of the step's change of the weights
 learning_rate | train |  | learning rate of the step
 skipped | train |  | the reason, in place of the loss, where a step was not taken (docs/recovery.md)
-masked_share | data | share | with `data.mask_repeated_ngrams`: labels of the step without a loss; of `.npy` files
-    the last of each sample, too
 data/NAME/tokens | data |  | every `logging.source_interval` steps and after the last: tokens of a source that were
     trained on so far, without those of skipped steps; NAME is its path, below the folder of all sources
 data/NAME/epochs | data |  | the same in epochs of that source

@@ -152,7 +152,7 @@ def find_start(
     before_torch()
     if problems := machine_problems(config):
         raise InputError("\n".join(problems))
-    data = check_data(config, for_run=True)
+    data = check_data(config)
     identity = _identity(config, data, candidates if config.recovery.use_earlier_checkpoint else candidates[:1])
     _warn_of_other_tokenizer(data, identity)
     return RunStart(
@@ -185,18 +185,15 @@ def machine_problems(config: RunConfig) -> list[str]:
     ]
 
 
-def check_data(config: RunConfig, *, for_run: bool = False) -> CheckedData:
+def check_data(config: RunConfig) -> CheckedData:
     """Survey the token files of a run whose number of steps is known, and check that they suffice.
-
-    Args:
-        for_run: see `check_files`.
 
     Raises:
         InputError: a file is missing, or there is too little data.
         CorruptError: files are damaged.
     """
     with log_if_slow("reading the indices of the token files"):
-        data = check_files(config.data, config.model.vocab_size, for_run=for_run)
+        data = check_files(config.data, config.model.vocab_size)
     if not config.data.is_chats:  # those have been packed
         train_samples, valid_samples = drawn_samples(config)
         counts = SampleCounts(data, config.model.seq_length)

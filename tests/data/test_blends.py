@@ -74,8 +74,6 @@ def test_a_blend_file_stands_for_its_words(folder: Path) -> None:
     blend = parse_blend(["@npy/my.blend"])
     assert blend.weights == [0.3, 0.7, 2.0, 1.0]
     assert [source.paths[0] for source in blend.sources] == ["npy/../a", "npy/../b", "npy/1.npy", "/x"]
-    (folder / "mix.txt").write_text("# of OLMo-core, with labels\n\nweb,npy/2.npy\ncode , npy/1.npy\n")
-    assert paths("@mix.txt") == [("npy/2.npy", "npy/1.npy")]
 
 
 def test_the_short_names_of_sources(folder: Path) -> None:

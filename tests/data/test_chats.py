@@ -84,7 +84,7 @@ def test_files_that_disagree_are_named(
 
 
 VOCAB_SIZE, SEQ_LENGTH = 100, 16
-APART = {"format": "sft", "reset_attention_mask": True, "reset_position_ids": True}
+APART = {"format": "sft", "reset_attention_mask": True}
 
 
 def first_fit_by_hand(lengths: list[int], capacity: int) -> list[int]:
@@ -181,7 +181,6 @@ def test_a_split_cuts_each_source_by_conversations(tmp_path: Path) -> None:
         ({"train_data": ["0.5", "{a}"]}, "'0.5' is a weight, and chats have none"),
         ({"train_data": ["{a}.none"]}, "a.none.mask.bin does not exist; name what prepare --chat has written"),
         ({"train_data": []}, "the list is empty"),
-        ({"train_data": ["{a}"], "reset_position_ids": False}, "data.reset_position_ids: false, but"),
         ({"train_data": ["{a}"], "eod_mask_loss": True}, "data.eod_mask_loss: true, but chats state themselves"),
     ],
 )

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,12 @@ import torch
 from megatron_fanformer.data import datasets
 from megatron_fanformer.data.check import check_files
 from megatron_fanformer.data.config import DataConfig
-from megatron_fanformer.data.datasets import build_datasets, indices_in
-from megatron_fanformer.data.fingerprint import fingerprint_data
+from megatron_fanformer.data.datasets import indices_in
 from megatron_fanformer.data.sample_counts import SampleCounts
 from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.durable_files import take_lock
 from megatron_fanformer.errors import InputError
-from tests.data.token_making import VOCAB_SIZE, build, drawn, write_npy, write_pair
+from tests.data.token_making import build, drawn, write_npy, write_pair
 
 SEQ_LENGTH = 64
 
@@ -177,30 +175,6 @@ def test_two_ranks_share_a_cache_with_a_run_on_a_copy_elsewhere(
 # -- .npy files
 
 
-def test_datatroves_files_are_npy_files_by_another_name(tmp_path: Path) -> None:
-    """As its DocumentTokenizer writes them: little-endian ids, and beside them the ends of documents and a note."""
-    (folder := tmp_path / "tokens").mkdir()
-    for number in range(2):
-        ids = range(1 + number, 500 + number)
-        name = f"{folder}/0000{number}_00000_shuffled.ds"
-        Path(name).write_bytes(struct.pack(f"<{len(ids)}I", *ids))
-        Path(name + ".index").write_bytes(struct.pack("<2Q", 200, len(ids)))
-        Path(name + ".metadata").write_text(f"tokenizer.json|4\n{len(ids)}\n499 tokens")
-        shutil.copy(name, tmp_path / f"{number}.npy")
-    usual = DataConfig(train_data=[f"{tmp_path}/*.npy"], npy_dtype="uint32")
-    expected = drawn(build(usual).train, 14)
-    identity = fingerprint_data(usual, check_files(usual))
-    cache, copies = str(tmp_path / "cache"), str(tmp_path / "copies")
-    for word in (f"{folder}", f"{folder}/*.ds", f"file://{folder}/", f"file://{folder}/*.ds"):
-        for staging in (copies, None):
-            config = DataConfig(train_data=[word], npy_dtype="uint32", cache_path=cache, staging_path=staging)
-            checked_data = check_files(config, VOCAB_SIZE, for_run=True)
-            sizes: dict[str, Any] = {"train_samples": 14, "valid_samples": 8, "seq_length": SEQ_LENGTH}
-            datasets = build_datasets(config, seed=1, vocab_size=VOCAB_SIZE, eod_id=1, data=checked_data, **sizes)
-            assert torch.equal(drawn(datasets.train, 14), expected)
-            assert fingerprint_data(config, checked_data) == identity
-
-
 @pytest.mark.parametrize("samples", [1, 7, 10])
 def test_a_blend_finds_all_samples_that_it_draws(prefix: str, npy_files: list[str], samples: int) -> None:
     """A source's share may be rounded up by one."""
@@ -236,7 +210,6 @@ def test_npy_files_and_pairs_without_weights_count_by_their_size(prefix: str, np
         ({"split": "most"}, "data.split: 'most'"),
         ({"tokenizer": "nowhere.model"}, "data.tokenizer: nowhere.model does not exist"),
         ({"num_workers": -1}, "data.num_workers: -1"),
-        ({"reset_position_ids": True}, "data.reset_position_ids: true without data.reset_attention_mask"),
     ],
 )
 def test_each_problem_of_a_configuration_is_named(settings: dict[str, Any], problem: str) -> None:

@@ -129,16 +129,6 @@ def test_every_changed_set_has_its_line(data: Path) -> None:
     assert [line.split()[0] for line in lines] == ["data.train_data", "data.valid_data.v", "data.valid_data.w"]
 
 
-def test_the_facts_of_earlier_checkpoints_have_the_digests_of_today(data: Path) -> None:
-    digest, tokens = file_fingerprint(data / "c.npy"), 1000
-    file = {"path": "c.npy", "tokens": tokens, "form": "<u2", "content": digest, "sha256": None, "tokenizer": None}
-    own = {"sources": [{"files": [file], "weight": 1.0}], "split": None, "samples": None}
-    before = fingerprint_from_plain({"train": {**own, "stages": []}, "valid": {"v": own}, "changes": []}, Path("step"))
-    assert before == identify(data, "c.npy", v="c.npy")
-    file["content"] = "0" * 32
-    assert fingerprint_from_plain({"train": own}, Path("step")) != identify(data, "c.npy")
-
-
 def test_a_large_files_fingerprint_reads_blocks_from_end_to_end(tmp_path: Path) -> None:
     size = 3 * BLOCKS * BLOCK_BYTES
     file = tmp_path / "large.bin"
@@ -153,7 +143,7 @@ def test_a_large_files_fingerprint_reads_blocks_from_end_to_end(tmp_path: Path) 
     assert file_fingerprint(file) != before
 
 
-@pytest.mark.parametrize("values", [[], {"train": 3}, {"train": {"sources": [{"files": [{"path": 1}]}]}}])
+@pytest.mark.parametrize("values", [[], {"train": 3}, {"valid": {}}])
 def test_an_identity_that_is_none_is_corrupt(values: Any) -> None:
     with pytest.raises(CorruptError, match="step-1 holds no fingerprint of data"):
         fingerprint_from_plain(values, Path("step-1"))

@@ -11,7 +11,7 @@ import torch
 from megatron_fanformer.data.batches import micro_batches
 from megatron_fanformer.data.check import check_files
 from megatron_fanformer.data.config import DataConfig
-from megatron_fanformer.data.samples import NpyDataset, Span, is_repetitive, sample_spans
+from megatron_fanformer.data.samples import NpyDataset, Span, sample_spans
 from megatron_fanformer.data.token_files import open_npy_files
 from megatron_fanformer.errors import InputError
 from tests.data.token_making import VOCAB_SIZE, build, random_ids, raw_tokens, write_manifest, write_npy, write_pair
@@ -123,7 +123,7 @@ def test_runs_that_follow_each_other_are_one_span(tmp_path: Path) -> None:
 EOD = 0  # in the manifests of `write_manifest`; `random_ids` never draws it
 LENGTHS = [1, 2, 5, 17, 64, 65, 130, 3, 40, 1, 1, 90, 33, 128] * 3
 MARKED_LENGTH, MARKED_SAMPLES = 64, 60  # several epochs
-ALL = {"reset_attention_mask": True, "reset_position_ids": True, "eod_mask_loss": True}
+ALL = {"reset_attention_mask": True, "eod_mask_loss": True}
 
 
 def documents() -> list[list[np.ndarray]]:
@@ -156,7 +156,7 @@ def test_documents_are_those_of_the_token_files_and_nothing_else_changes(tmp_pat
     several = 0
     for number in range(MARKED_SAMPLES):
         ours, theirs = marked[number], plain[number]
-        assert all(torch.equal(ours[name], theirs[name]) for name in ("tokens", "labels"))
+        assert all(torch.equal(ours[name], theirs[name]) for name in ("tokens", "labels", "position_ids"))
         spans = sample_spans(marked, number)
         assert spans == sample_spans(plain, number)
         places, numbers = [], []
@@ -167,8 +167,6 @@ def test_documents_are_those_of_the_token_files_and_nothing_else_changes(tmp_pat
         place, document = np.concatenate(places)[:MARKED_LENGTH], np.concatenate(numbers)[:MARKED_LENGTH]
         changes = np.append(0, (np.diff(document) != 0) | (np.diff(place) != 1))  # an epoch may repeat a document
         assert ours["document_ids"].tolist() == np.cumsum(changes).tolist()
-        first = [int(np.flatnonzero(ours["document_ids"] == each)[0]) for each in ours["document_ids"]]
-        assert ours["position_ids"].tolist() == (np.arange(MARKED_LENGTH) - first).tolist()
         at_end = np.isin(place + 1, ends)
         assert ours["loss_mask"].tolist() == (theirs["loss_mask"].numpy() * ~at_end).tolist()
         several += len(set(document))
@@ -205,43 +203,3 @@ def test_the_id_that_ends_documents_is_known_or_refused(tmp_path: Path, olmo_tok
     both = DataConfig(train_data=[prefix], valid_data={"v": [bare]}, tokenizer=tokenizer, reset_attention_mask=True)
     with pytest.raises(InputError, match=r"end with ids 0 \(.*pair\.manifest\.json\) and 50279 \(.*\), which must be"):
         check_files(both)
-
-
-# -- repeated n-grams
-
-
-def repeats_by_hand(tokens: list[int]) -> bool:
-    """By trying every place and period, as the rule reads."""
-    return any(
-        tokens[first : first + 32 * period] == tokens[first : first + period] * 32
-        for period in range(1, 14)
-        for first in range(len(tokens) - 32 * period + 1)
-    )
-
-
-@pytest.mark.parametrize("period", [1, 2, 7, 13, 14])
-@pytest.mark.parametrize("times", [31, 32, 40])
-def test_repeated_ngrams_are_found_where_the_rule_has_them(period: int, times: int) -> None:
-    generator = np.random.default_rng(period * times)
-    gram = generator.permutation(VOCAB_SIZE)[:period]
-    for first in (0, 3, 100):
-        tokens = generator.integers(VOCAB_SIZE, size=700)
-        run = np.tile(gram, times)
-        tokens[first : first + len(run)] = run[: len(tokens) - first]
-        assert is_repetitive(tokens) == repeats_by_hand(tokens.tolist()) == (times >= 32 and period <= 13)
-    tokens = np.tile(gram, times)  # as a whole sample
-    assert is_repetitive(tokens) == repeats_by_hand(tokens.tolist())
-
-
-def test_repetitive_samples_have_no_loss_and_others_all_of_it(tmp_path: Path) -> None:
-    ids = np.random.default_rng(0).integers(VOCAB_SIZE, size=640).astype("<u2")
-    ids[3 * 64 + 20 : 3 * 64 + 60] = 7
-    ids.tofile(tmp_path / "a.npy")
-    settings = DataConfig(
-        train_data=[str(tmp_path / "a.npy")], valid_data={"v": [str(tmp_path / "a.npy")]}, mask_repeated_ngrams=True
-    )
-    datasets = build(settings, 10, 10)
-    for train, valid in zip(datasets.train, datasets.valid["v"], strict=False):
-        is_masked = bool((train["tokens"] == 7).sum() >= 32)
-        assert torch.equal(train["loss_mask"], valid["loss_mask"] * (not is_masked))
-        assert all(torch.equal(train[name], valid[name]) for name in ("tokens", "labels", "position_ids"))

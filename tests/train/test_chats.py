@@ -192,7 +192,7 @@ def test_epochs_become_steps_which_the_run_records(tmp_path: Path, run_on_ranks:
             {"schedule": {"lr_warmup_fraction": 0.99, "lr_warmup_iters": 0}},
             "schedule.lr_warmup_fraction 0.99 is not below the end of the decay, step 20",
         ),
-        ({"data": {"reset_attention_mask": False, "reset_position_ids": False}}, "data.reset_attention_mask: false"),
+        ({"data": {"reset_attention_mask": False}}, "data.reset_attention_mask: false"),
     ],
 )
 def test_bad_input_is_refused_before_a_run(tmp_path: Path, sections: dict[str, Any], message: str) -> None:

@@ -269,6 +269,5 @@ def test_every_metric_of_a_run_is_in_the_table(run: Path) -> None:
     absent = {metric.name for metric in METRIC_TABLE} - {metric.name for metric in found.values() if metric}
     assert {name for name in absent if not name.startswith("eval/")} == {
         "model_flops_utilization",  # of no chip here
-        "masked_share",  # `test_stages.py`
         "z_loss",  # `test_trainer.py`
     }

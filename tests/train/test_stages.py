@@ -145,21 +145,3 @@ def test_only_stages_to_come_may_be_changed(values: dict[str, Any], run_on_ranks
         values["data"]["allow_change"] = ["train"]
         assert [change.name for change in find_start(config_from_dict(values), None).identity.changes] == ["train"]
         del values["data"]["allow_change"]
-
-
-def test_the_masked_share_is_that_of_repetitive_samples(
-    values: dict[str, Any], run_on_ranks: RunOnRanks, tmp_path: Path
-) -> None:
-    """Every other sample, of 32 tokens: the last label of each sample of .npy files is none, too."""
-    long = 2 * SEQ_LENGTH
-    ids = np.random.default_rng(0).integers(VOCAB_SIZE, size=(6, long)).astype("<u2")
-    ids[::2] = 3
-    ids.tofile(tmp_path / "half.npy")
-    values["model"]["seq_length"] = long
-    values["data"] = {"train_data": [str(tmp_path / "half.npy")], "mask_repeated_ngrams": True}
-    values["training"] |= {"train_iters": 3, "global_batch_size": 2}
-    values["schedule"] = {"lr_warmup_iters": 1}
-    (tmp_path / "rows").mkdir()
-    run_on_ranks(1, train_recorded, values, tmp_path / "rows")
-    shares = [line["masked_share"] for line in read_metrics(Path(values["training"]["run_dir"]))]
-    assert sum(shares) / 3 == pytest.approx(1 - 0.5 * (long - 1) / long, rel=1e-12)
