@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
+from pkgutil import resolve_name
 from typing import Any
 
 from megatron_fanformer import __version__
@@ -85,7 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if verb.results_are_files or launched_here():
             go_on_unread()
         with nullcontext() if verb.takes_signals else signals_released():
-            verb.run(options)
+            ready = verb.before(options)
+            resolve_name(verb.run)(*ready)
             print(end="", flush=True)  # here a failure is still an error
     except KeyboardInterrupt:
         return _report("stopped by the keyboard", 1)

@@ -47,10 +47,12 @@ class Verb(Generic[Options]):
     """One sentence for --help."""
     options: type[Options]
     """The dataclass of its options."""
-    run: Callable[[Options], None]
-    """The function that runs it; slow imports belong inside."""
+    run: str
+    """The function that runs it, as "package.module:function"; its module is imported when the verb runs."""
     examples: tuple[str, str]
     """Commands at the end of its --help, without the program's name; a line end becomes one in the shell."""
+    before: Callable[[Options], tuple[Any, ...]] = field(default=lambda options: (options,))
+    """Returns the arguments of `run`, and prepares this process for its module, where that imports torch."""
     notes: str = ""
     """Text of its --help below the options."""
     results_are_files: bool = False

@@ -135,14 +135,14 @@ def imports_follow_the_table(root: Path) -> list[str]:
 def files_import_in_no_circle(root: Path) -> list[str]:
     """One line a circle; imports in functions and those for types alone count, too.
 
-    Two may import late what reads them: a verb's record what it runs, and a placement the modules that it builds.
+    A placement may import late the modules that it builds, which read it.
     """
     read = {
         path: [
             found
             for line, module in imported_modules(root, path, tree)
             if (found := _file_of(root, _inside_package(module))) is not None
-            and not (_runs_or_builds_others(path) and _is_late(tree, line))
+            and not (path.stem == "placements" and _is_late(tree, line))
         ]
         for path, tree in sources(root)
     }
@@ -156,10 +156,6 @@ def files_import_in_no_circle(root: Path) -> list[str]:
             found.append(f"{min(circle)}: {' is imported by '.join(map(str, circle))}")
         else:
             return found
-
-
-def _runs_or_builds_others(path: Path) -> bool:
-    return path.stem in ("verb", "verbs", "placements")
 
 
 def _is_late(tree: ast.Module, line: int) -> bool:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import pkgutil
 import subprocess
 import sys
 from argparse import ArgumentParser
@@ -56,22 +57,26 @@ class ToyOptions:
             raise InputError(f"--speed is {self.speed:g}; it must be 0 or more")
 
 
+CALLS: list[Any] = []
+"""The options that toys were called with."""
+
+
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> list[ToyOptions]:
     """What a verb `toy` was called with, which is one entry in the table of verbs."""
-    calls: list[ToyOptions] = []
+    CALLS.clear()
     examples = ("toy a --speed 2", "toy a b\n--place here --toy.size 3")
     toy = Verb(
         name="toy",
         help="Play.",
         options=ToyOptions,
-        run=calls.append,
+        run="tests.test_options:CALLS.append",
         examples=examples,
         notes="It is fun.",
         removed={"--slow": "use --speed 0"},
     )
     monkeypatch.setitem(cli.VERBS, "toy", toy)
-    return calls
+    return CALLS
 
 
 def test_a_new_verb_runs_with_its_options(played: list[ToyOptions]) -> None:
@@ -147,7 +152,7 @@ def test_a_verb_without_overrides_has_no_unknown_arguments(
     class Bare:
         """Nothing."""
 
-    bare = Verb(name="bare", help="Do nothing.", options=Bare, run=print, examples=("bare", "bare"))
+    bare = Verb(name="bare", help="Do nothing.", options=Bare, run="builtins:print", examples=("bare", "bare"))
     monkeypatch.setitem(cli.VERBS, "bare", bare)
     assert main(["bare"]) == 0
     assert main(["bare", "--a.b", "3"]) == 2
@@ -156,10 +161,10 @@ def test_a_verb_without_overrides_has_no_unknown_arguments(
 
 @pytest.mark.parametrize("verb", cli.VERBS.values(), ids=lambda verb: verb.name)
 def test_every_record_is_whole(verb: Verb[Any]) -> None:
-    """Its options have types that a parser can be made of, and docstrings; it is called with nothing else."""
+    """Its options have types that a parser can be made of, and docstrings; its function exists and takes them."""
     add_options(ArgumentParser(), verb.options)
-    (parameter,) = inspect.signature(verb.run).parameters.values()
-    assert parameter.annotation is verb.options
+    first, *_ = inspect.signature(pkgutil.resolve_name(verb.run)).parameters.values()
+    assert first.annotation is verb.options
     assert dataclasses.fields(verb.options)
     assert verb.options.__dataclass_params__.frozen  # type: ignore[attr-defined]
     assert verb.help.endswith(".") and all(example.split()[0] == verb.name for example in verb.examples)

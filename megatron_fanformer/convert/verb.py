@@ -43,7 +43,8 @@ class ConvertOptions:
     """Write the receipt as JSON, with the files' hashes."""
 
 
-def _convert(options: ConvertOptions) -> None:
+def convert(options: ConvertOptions) -> None:
+    """Run `convert`."""
     from megatron_fanformer.checkpoint.remote import on_this_machine
     from megatron_fanformer.convert.recognition import MODELS, recognise
 
@@ -63,7 +64,7 @@ CONVERT = Verb(
     name="convert",
     help="Convert between our checkpoints, Hugging Face and the reference.",
     options=ConvertOptions,
-    run=_convert,
+    run="megatron_fanformer.convert.verb:convert",
     examples=(
         "convert runs/demo/run exported-folder --to hf",
         "convert FANformer-1B runs/released --to megatron\n--tokenizer tokenizer.json",
@@ -106,7 +107,8 @@ class MergeOptions:
         return [part / whole for part in parts]
 
 
-def _merge(options: MergeOptions) -> None:
+def merge(options: MergeOptions) -> None:
+    """Run `merge`."""
     sources = _checkpoints(options)
     shares = options.shares(len(sources))
     if options.output.exists():
@@ -158,7 +160,7 @@ MERGE = Verb(
     name="merge",
     help="Average the weights of checkpoints, such as a run's last ones.",
     options=MergeOptions,
-    run=_merge,
+    run="megatron_fanformer.convert.verb:merge",
     examples=(
         "merge runs/demo/run --last 2 --output runs/demo/merged",
         "merge runs/decay-a runs/decay-b --weights 2 1\n--output runs/merged",

@@ -15,7 +15,8 @@ class DemoOptions:
     """Folder for everything that it makes."""
 
 
-def _demo(options: DemoOptions) -> None:
+def demo(options: DemoOptions) -> None:
+    """Run `demo`."""
     device.prepare_megatron(on_cpu=True)
     from megatron_fanformer.demo.demo import run_demo
 
@@ -26,7 +27,7 @@ DEMO = Verb(
     name="demo",
     help="From text to a trained FANformer, on this machine, in minutes.",
     options=DemoOptions,
-    run=_demo,
+    run="megatron_fanformer.demo.verb:demo",
     examples=("demo", "demo --output runs/demo"),
     results_are_files=True,
 )

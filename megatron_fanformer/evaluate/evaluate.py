@@ -22,8 +22,15 @@ from megatron_fanformer.evaluate.tasks import OWN, is_own, resolve
 from megatron_fanformer.evaluate.verb import MODELS, EvaluateOptions
 from megatron_fanformer.model.layouts import Layout, layout_fields, parse_layout
 from megatron_fanformer.options import option_name
+from megatron_fanformer.processes import ended_by_stop_signals
 from megatron_fanformer.runtime import device as devices
-from megatron_fanformer.runtime.launch import launch_ranks, read_payload, refuse_ranks_without_gpu
+from megatron_fanformer.runtime.launch import (
+    end_with_launcher,
+    launch_ranks,
+    read_payload,
+    refuse_ranks_without_gpu,
+    report_stopped,
+)
 from megatron_fanformer.runtime.layout import RuntimeConfig
 from megatron_fanformer.terminal import phases, print_loading, show
 
@@ -39,6 +46,14 @@ def evaluate(options: EvaluateOptions) -> None:
         InputError: the input is wrong; every problem that can be found before weights are read, one line each.
         CorruptError: a checkpoint, a request file or token files are damaged.
     """
+    outcome = "before the end; --output has the checkpoints that were done, and the same command starts anew"
+    with ended_by_stop_signals(report_stopped, outcome=outcome):
+        end_with_launcher()
+        devices.prepare_libraries()
+        _evaluate(options)
+
+
+def _evaluate(options: EvaluateOptions) -> None:
     address = devices.rank_address()
     if options.prepare is not None:
         if address is not None and address.world_size > 1:

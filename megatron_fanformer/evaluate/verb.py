@@ -6,8 +6,6 @@ from typing import Any, Literal
 
 from megatron_fanformer.generate.verb import SAMPLING, SamplingConfig
 from megatron_fanformer.options import Verb, argument, command_line, count, option
-from megatron_fanformer.processes import ended_by_stop_signals
-from megatron_fanformer.runtime import device
 
 BATCH_TOKENS = 8192  # of a micro batch: four of the paper's chunks; their logits are made chunk by chunk
 
@@ -92,23 +90,11 @@ class EvaluateOptions(SamplingConfig):
         return {name: getattr(self, name) for name in names}
 
 
-def _evaluate(options: EvaluateOptions) -> None:
-    from megatron_fanformer.runtime.launch import end_with_launcher, report_stopped
-
-    outcome = "before the end; --output has the checkpoints that were done, and the same command starts anew"
-    with ended_by_stop_signals(report_stopped, outcome=outcome):
-        end_with_launcher()
-        device.prepare_libraries()
-        from megatron_fanformer.evaluate.evaluate import evaluate
-
-        evaluate(options)
-
-
 EVALUATE = Verb(
     name="evaluate",
     help="Measure checkpoints on perplexity sets and tasks; compare two; write a request file.",
     options=EvaluateOptions,
-    run=_evaluate,
+    run="megatron_fanformer.evaluate.evaluate:evaluate",
     examples=(
         "evaluate runs/demo/run --perplexity held-out=tokens/web",
         "evaluate --prepare paper.requests --tasks paper\n--tokenizer tokenizer.json",

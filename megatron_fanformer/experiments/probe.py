@@ -11,17 +11,22 @@ import dataclasses
 import importlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from megatron_fanformer.checkpoint.remote import on_this_machine
 from megatron_fanformer.configuration import build, read_overrides
 from megatron_fanformer.errors import InputError, collect_problems
 from megatron_fanformer.experiments.result import README, RESULT, Log, Measured, read_result, write_folder
 from megatron_fanformer.experiments.verbs import ExperimentOptions
 from megatron_fanformer.options import option_name
+from megatron_fanformer.processes import ended_by_stop_signals
+from megatron_fanformer.runtime import device
+from megatron_fanformer.runtime.launch import report_stopped
+from megatron_fanformer.terminal import show
 
 FOLDER = "runs/experiments"
 SHORT = {"seeds": "seeds", "checkpoint": "checkpoints"}
@@ -221,17 +226,20 @@ PROBES: dict[str, Probe] = {
 }
 
 
-def experiment(options: ExperimentOptions, ready: Callable[[], None], log: Log = print) -> None:
+def experiment(options: ExperimentOptions) -> None:
     """List the probes, or run one: measure, write its folder, and print its findings.
 
     If the folder already holds this probe's result with the same settings, print that and measure nothing.
 
-    Args:
-        ready: prepares the process for torch and megatron-core, once nothing is wrong with the request.
-
     Raises:
         InputError: there is no such probe or setting, or the folder holds something else.
     """
+    with ended_by_stop_signals(report_stopped, outcome="before the end; the same command keeps the runs that are done"):
+        local = options.checkpoint and tuple(map(on_this_machine, options.checkpoint))
+        _experiment(dataclasses.replace(options, checkpoint=local), lambda text: show(text.split("\n")))
+
+
+def _experiment(options: ExperimentOptions, log: Log) -> None:
     if options.name is None:
         given = [option_name(name) for name in ("output", *SHORT, "write_data") if getattr(options, name) is not None]
         if given := [*options.overrides, *given]:
@@ -246,7 +254,7 @@ def experiment(options: ExperimentOptions, ready: Callable[[], None], log: Log =
         paths = [collect_problems(problems, partial(_checkpoint, name)) for name in settings.checkpoints]
         settings = dataclasses.replace(settings, checkpoints=tuple(paths))
         _raise_problems(problems or _problems(settings, options.name))
-    ready()
+    device.prepare_megatron()
     module = importlib.import_module(f"megatron_fanformer.experiments.{options.name}")
     if options.write_data is not None:
         log("\n".join(module.write_data(settings, options.write_data)))

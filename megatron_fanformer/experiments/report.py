@@ -31,6 +31,7 @@ from megatron_fanformer.experiments.variants import VARIANTS
 from megatron_fanformer.experiments.verbs import ReportOptions
 from megatron_fanformer.options import PROGRAM
 from megatron_fanformer.pictures import drawn
+from megatron_fanformer.runtime import device
 from megatron_fanformer.terminal import plural, show, some
 from megatron_fanformer.train.metrics import read_metrics
 
@@ -55,6 +56,7 @@ def report(options: ReportOptions) -> None:
         InputError: there is no experiment, or the runs cannot be compared.
         CorruptError: a result is not whole.
     """
+    device.prepare_libraries()
     if options.paths[:1] == (COMPARE,):
         runs, output = [Path(path) for path in options.paths[1:]], options.output or COMPARISON
         if len(runs) < 2:

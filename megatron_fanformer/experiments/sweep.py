@@ -23,6 +23,9 @@ from megatron_fanformer.experiments.verbs import SweepOptions
 from megatron_fanformer.options import PROGRAM
 from megatron_fanformer.plan.job import training_flops_per_token
 from megatron_fanformer.plan.machines import Machine, load_machine
+from megatron_fanformer.processes import ended_by_stop_signals
+from megatron_fanformer.runtime import device
+from megatron_fanformer.runtime.launch import report_stopped
 from megatron_fanformer.terminal import Row, plural, show, table
 from megatron_fanformer.train.config import RunConfig, advice, config_from_dict
 
@@ -56,6 +59,12 @@ def sweep(options: SweepOptions) -> None:
         Interrupted: a signal stopped it.
         CellsFailed: cells failed.
     """
+    with ended_by_stop_signals(report_stopped):
+        device.prepare_libraries()
+        _act(options)
+
+
+def _act(options: SweepOptions) -> None:
     if options.jobs is not None and options.jobs < 1:
         raise InputError(f"--jobs is {options.jobs}; it must be at least 1")
     for name, action in ACTIONS.items():

@@ -1,14 +1,11 @@
 """The verbs `sweep`, `report` and `experiment`, and their options; imports nothing that is slow."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from megatron_fanformer.options import Verb, argument, option, overrides, path_or_none
 from megatron_fanformer.plan.verb import count_of_gpus
-from megatron_fanformer.processes import ended_by_stop_signals
-from megatron_fanformer.runtime import device
-from megatron_fanformer.terminal import show
 
 Action = Literal["init", "dry-run", "run", "status", "report"]
 
@@ -70,39 +67,11 @@ class ExperimentOptions:
     overrides: tuple[str, ...] = overrides()
 
 
-def _sweep(options: SweepOptions) -> None:
-    from megatron_fanformer.runtime.launch import report_stopped
-
-    with ended_by_stop_signals(report_stopped):
-        device.prepare_libraries()
-        from megatron_fanformer.experiments.sweep import sweep
-
-        sweep(options)
-
-
-def _report(options: ReportOptions) -> None:
-    device.prepare_libraries()
-    from megatron_fanformer.experiments.report import report
-
-    report(options)
-
-
-def _experiment(options: ExperimentOptions) -> None:
-    from megatron_fanformer.runtime.launch import report_stopped
-
-    with ended_by_stop_signals(report_stopped, outcome="before the end; the same command keeps the runs that are done"):
-        from megatron_fanformer.checkpoint.remote import on_this_machine
-        from megatron_fanformer.experiments.probe import experiment
-
-        local = options.checkpoint and tuple(map(on_this_machine, options.checkpoint))
-        experiment(replace(options, checkpoint=local), device.prepare_megatron, lambda text: show(text.split("\n")))
-
-
 SWEEP = Verb(
     name="sweep",
     help="Train one configuration at many points and seeds, and report what they show.",
     options=SweepOptions,
-    run=_sweep,
+    run="megatron_fanformer.experiments.sweep:sweep",
     examples=(
         "sweep runs/compare.yaml init\n--config examples/tiny-cpu.yaml --compare transformer fanformer",
         "sweep runs/compare.yaml run",
@@ -115,14 +84,14 @@ REPORT = Verb(
     name="report",
     help="Write the page of the paper's experiments; compare two runs step by step.",
     options=ReportOptions,
-    run=_report,
+    run="megatron_fanformer.experiments.report:report",
     examples=("report runs/sweeps --output runs/report.html", "report compare runs/transformer runs/fanformer"),
 )
 EXPERIMENT = Verb(
     name="experiment",
     help="One of the paper's smaller experiments, on this machine.",
     options=ExperimentOptions,
-    run=_experiment,
+    run="megatron_fanformer.experiments.probe:experiment",
     examples=(
         "experiment mod --output runs/mod",
         "experiment holes --seeds 2 --holes.weight_decays [0.0]",

@@ -1,8 +1,6 @@
 """The verbs `generate` and `chat`: their options, and files of prompts; imports nothing slow."""
 
-import functools
 import math
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -108,7 +106,7 @@ class ChatConfig(_TextConfig):
     """The most tokens of an answer (default: what the model's context holds)"""
 
 
-def _generate(config: GenerateConfig) -> None:
+def _before_generate(config: GenerateConfig) -> tuple[GenerateConfig]:
     config = replace(config, checkpoint=_runnable(config.checkpoint))
     if config.prompts_file is not None:
         config = replace(config, prompts=(*config.prompts, *read_prompts(config.prompts_file)))
@@ -116,18 +114,14 @@ def _generate(config: GenerateConfig) -> None:
         raise InputError("there is no text to continue; name one with --prompt, or a file of them with --prompts")
     print_loading(config.checkpoint)
     device.prepare_megatron()
-    from megatron_fanformer.generate.generate import print_generations
-
-    print_generations(config, functools.partial(print, end="", flush=sys.stdout.isatty()))
+    return (config,)
 
 
-def _chat(config: ChatConfig) -> None:
+def _before_chat(config: ChatConfig) -> tuple[ChatConfig]:
     config = replace(config, checkpoint=_runnable(config.checkpoint))
     print_loading(config.checkpoint)
     device.prepare_megatron()
-    from megatron_fanformer.generate.chat import talk
-
-    talk(config)
+    return (config,)
 
 
 def _runnable(checkpoint: str) -> str:
@@ -182,7 +176,8 @@ GENERATE = Verb(
     name="generate",
     help="Continue prompts.",
     options=GenerateConfig,
-    run=_generate,
+    run="megatron_fanformer.generate.generate:print_generations",
+    before=_before_generate,
     examples=(
         'generate runs/demo/run --prompt "def main("',
         "generate exported-folder --prompt Once\n--temperature 0.8 --top-p 0.95 --seed 1",
@@ -194,7 +189,8 @@ CHAT = Verb(
     name="chat",
     help="Talk to a model that was fine-tuned on chats.",
     options=ChatConfig,
-    run=_chat,
+    run="megatron_fanformer.generate.chat:talk",
+    before=_before_chat,
     examples=(
         'chat runs/sft --system "Answer briefly."',
         "chat exported-folder --temperature 0.7 --top-p 0.9",

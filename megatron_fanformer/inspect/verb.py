@@ -53,7 +53,8 @@ class InspectOptions:
     overrides: tuple[str, ...] = overrides(needs=("index", "step"))
 
 
-def _inspect(options: InspectOptions) -> None:
+def inspect(options: InspectOptions) -> None:
+    """Run `inspect`."""
     if options.picture is not None or options.phases is not None:
         from megatron_fanformer.inspect.checkpoint import draw_metrics
 
@@ -196,7 +197,7 @@ INSPECT = Verb(
     name="inspect",
     help="Describe or verify data, a run, a checkpoint or an export; show the samples of a step.",
     options=InspectOptions,
-    run=_inspect,
+    run="megatron_fanformer.inspect.verb:inspect",
     examples=("inspect runs/demo/tokens/train --verify", "inspect runs/demo/run --step 200"),
     notes="With --step, fields of the configuration can be set as --section.field VALUE, after PATH.",
     removed=REMOVED,

@@ -13,6 +13,7 @@ import psutil
 import torch
 
 from megatron_fanformer import __version__
+from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import DivergenceError, InputError
 from megatron_fanformer.model.config import torch_dtype
 from megatron_fanformer.model.layouts import SINGLE, Layout, single_process
@@ -33,7 +34,7 @@ from megatron_fanformer.parity.trial import Trace, TrialConfig, run_trial
 from megatron_fanformer.parity.verb import ParityConfig
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.rank_pool import JobFailed, RankPool
-from megatron_fanformer.terminal import table
+from megatron_fanformer.terminal import phases, show, table
 from megatron_fanformer.train.config import RunConfig
 from megatron_fanformer.train.machine_rules import backend_problems, has_engine, kernel_problems, layer_problems
 
@@ -105,6 +106,21 @@ class ParityResult:
         ]
         if different:
             raise DivergenceError("\n".join(different))
+
+
+def parity(config: ParityConfig, run: RunConfig, named: dict[str, Layout]) -> None:
+    """Compare layouts, print the table, and write the report.
+
+    Raises:
+        InputError: this machine lacks the ranks or the kernels of a layout.
+        DivergenceError: a layout does not compute the same model.
+    """
+    with phases("starting ranks") as report:
+        result = run_layouts(config, run, named, report=lambda name: report(f"training: {name}"))
+    show(report_lines(result))
+    if config.report is not None:
+        write_atomically(config.report, as_json(result, str(config.file)))
+    result.check()
 
 
 def run_layouts(

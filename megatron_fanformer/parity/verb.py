@@ -6,12 +6,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from megatron_fanformer.durable_files import file_problems, write_atomically
+from megatron_fanformer.durable_files import file_problems
 from megatron_fanformer.errors import InputError, collect_problems
 from megatron_fanformer.model.config import TransformerImpl
 from megatron_fanformer.options import ANY_FIELD, Verb, option, overrides, path_or_none
 from megatron_fanformer.runtime import device
-from megatron_fanformer.terminal import phases, show
 
 if TYPE_CHECKING:
     from megatron_fanformer.model.layouts import Layout
@@ -43,13 +42,7 @@ class ParityConfig:
     overrides: tuple[str, ...] = overrides()
 
 
-def _parity(config: ParityConfig) -> None:
-    """Compare layouts, print the table, and write the report.
-
-    Raises:
-        InputError: the configuration, a layout or the report's folder is wrong.
-        DivergenceError: a layout does not compute the same model.
-    """
+def _before(config: ParityConfig) -> "tuple[ParityConfig, RunConfig, dict[str, Layout]]":
     device.prepare_libraries()
     if problems := file_problems(report=config.report):
         raise InputError("\n".join(problems))
@@ -57,14 +50,7 @@ def _parity(config: ParityConfig) -> None:
     from megatron_fanformer.runtime import megatron_cpu  # imports torch, so after errors are reported
 
     megatron_cpu.install()
-    from megatron_fanformer.parity.run import as_json, report_lines, run_layouts
-
-    with phases("starting ranks") as report:
-        result = run_layouts(config, run, named, report=lambda name: report(f"training: {name}"))
-    show(report_lines(result))
-    if config.report is not None:
-        write_atomically(config.report, as_json(result, str(config.file)))
-    result.check()
+    return config, run, named
 
 
 def read_layouts(config: ParityConfig) -> "tuple[RunConfig, dict[str, Layout]]":
@@ -120,7 +106,8 @@ PARITY = Verb(
     name="parity",
     help="Show that parallel layouts train the same model as one process.",
     options=ParityConfig,
-    run=_parity,
+    run="megatron_fanformer.parity.run:parity",
+    before=_before,
     examples=(
         "parity --config examples/tiny-cpu.yaml\n--layouts tp=2 pp=2",
         "parity --config run.yaml --layouts tp=2,sp=true\n--communication --transformer-impl local",

@@ -68,17 +68,11 @@ class PlanOptions:
     overrides: tuple[str, ...] = overrides()
 
 
-def _plan(options: PlanOptions) -> None:
-    from megatron_fanformer.plan.command import plan
-
-    plan(options)
-
-
 PLAN = Verb(
     name="plan",
     help="Predict memory, time and cost of a run on many GPUs; find its fastest layout.",
     options=PlanOptions,
-    run=_plan,
+    run="megatron_fanformer.plan.command:plan",
     examples=(
         "plan --config examples/fanformer-7b.yaml\n--gpus 256 --gpu h100 --search",
         "plan --config run.yaml --gpus 64 --gpu a100\n--layouts tp=4 tp=2,pp=2",

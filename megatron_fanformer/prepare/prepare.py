@@ -27,6 +27,8 @@ from megatron_fanformer.prepare.pipeline import encode_shard, merge, run, shard_
 from megatron_fanformer.prepare.shards import difference_of, folder_path, is_unchanged, work_folder
 from megatron_fanformer.prepare.verb import PrepareConfig, Shard
 from megatron_fanformer.prepare.workers import Job, ProgressListener, progress_line
+from megatron_fanformer.processes import unwound_by_stop_signals
+from megatron_fanformer.runtime.device import quieten_libraries
 from megatron_fanformer.stores import is_url
 from megatron_fanformer.terminal import plural, show
 
@@ -68,6 +70,21 @@ class PrepareReport:
         if manifest.encoding.reason not in (None, SMALL_INPUT):
             lines.append(f"ids by {manifest.encoding.backend}: {manifest.encoding.reason}")
         return [*lines, *self.notes]
+
+
+def prepare_files(config: PrepareConfig) -> None:
+    """Run `prepare`, a shard of it, or that of both prefixes."""
+    quieten_libraries()
+    with unwound_by_stop_signals(outcome="before the end; what is done is kept, run the same command to continue"):
+        if config.hold_out is not None:
+            prepare_both(config, config.hold_out)
+            return
+        with progress_line("preparing") as listener:
+            if config.shard is not None:
+                lines = prepare_shard(config, config.shard, listener)
+            else:
+                lines = prepare(config, listener).lines()
+        show(lines)
 
 
 def prepare(

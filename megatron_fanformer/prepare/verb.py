@@ -7,11 +7,9 @@ from typing import Literal
 
 from megatron_fanformer.data.manifest import Format, Learn, TooLong
 from megatron_fanformer.options import Verb, argument, option, path_or_none
-from megatron_fanformer.processes import unwound_by_stop_signals, usable_cores
-from megatron_fanformer.terminal import show
+from megatron_fanformer.processes import usable_cores
 
 MANY = "many machines"
-STOPPED = "before the end; what is done is kept, run the same command to continue"
 Backend = Literal["auto", "gigatoken", "tokenizers", "sentencepiece"]
 
 
@@ -99,30 +97,11 @@ REMOVED = {
 """Remedies for options that are gone."""
 
 
-def _prepare(config: PrepareConfig) -> None:
-    from megatron_fanformer.runtime.device import quieten_libraries
-
-    quieten_libraries()
-    with unwound_by_stop_signals(outcome=STOPPED):
-        from megatron_fanformer.prepare.prepare import prepare, prepare_both, prepare_shard
-        from megatron_fanformer.prepare.workers import progress_line
-
-        if config.hold_out is not None:
-            prepare_both(config, config.hold_out)
-            return
-        with progress_line("preparing") as listener:
-            if config.shard is not None:
-                lines = prepare_shard(config, config.shard, listener)
-            else:
-                lines = prepare(config, listener).lines()
-        show(lines)
-
-
 PREPARE = Verb(
     name="prepare",
     help="Turn documents or conversations into token files.",
     options=PrepareConfig,
-    run=_prepare,
+    run="megatron_fanformer.prepare.prepare:prepare_files",
     examples=(
         "prepare documents/*.jsonl.gz --output tokens/web\n--tokenizer tokenizer.json",
         "prepare @files.txt --output tokens/books\n--tokenizer tokenizer.model --workers 8",

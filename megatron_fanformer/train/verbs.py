@@ -47,7 +47,8 @@ class ConfigOptions:
     overrides: tuple[str, ...] = overrides(needs=("resolved", "environment"))
 
 
-def _train(options: TrainOptions) -> None:
+def train(options: TrainOptions) -> None:
+    """Run `train`."""
     from megatron_fanformer.runtime.launch import end_with_launcher, report_failure, report_stopped
 
     with ended_by_stop_signals(report_stopped):  # from before what takes seconds to import
@@ -78,7 +79,8 @@ def _without_config(command_line: Sequence[str]) -> list[str]:
     return [*lines, remedy] if lines else []
 
 
-def _config(options: ConfigOptions) -> None:
+def config(options: ConfigOptions) -> None:
+    """Run `config`."""
     from megatron_fanformer.train.config_reference import (
         environment_lines,
         field_list,
@@ -121,7 +123,7 @@ TRAIN = Verb(
     name="train",
     help="Train, or continue a run.",
     options=TrainOptions,
-    run=_train,
+    run="megatron_fanformer.train.verbs:train",
     examples=(
         "train --config examples/tiny-cpu.yaml\n--training.train_iters 100",
         "train --config run.yaml\n--parallel.tensor_model_parallel_size 2",
@@ -138,7 +140,7 @@ CONFIG = Verb(
     help="List the configuration's fields; print its JSON schema, a resolved configuration, or a run's environment; "
     "or turn arguments of Megatron-LM into a configuration.",
     options=ConfigOptions,
-    run=_config,
+    run="megatron_fanformer.train.verbs:config",
     examples=(
         "config --resolved --config examples/tiny-cpu.yaml",
         "config --output run.yaml --from-megatron\n--num-layers 16 --hidden-size 2048 --model.vocab_size 128256",
