@@ -280,11 +280,11 @@ def test_a_task_of_an_array_encodes_its_shard(
     lines = (EXAMPLES / "prepare.sh").read_text().splitlines()
     job, merge = [line.removeprefix("#   ") for line in lines if line.startswith("#   ")]
     assert job == "sbatch --array=0-99 examples/prepare.sh 100 dolma data/dolma tokenizer.json"
-    words = ["2", "dolma", "data/dolma", olmo_tokenizer_file, "--no-ledger"]
+    words = ["2", "dolma", "data/dolma", olmo_tokenizer_file, "--strict"]
     for task in ("0", "1"):
         environment = {**os.environ, "SLURM_ARRAY_TASK_ID": task, "PYTHON": sys.executable}
         subprocess.run(["bash", EXAMPLES / "prepare.sh", *words], env=environment, check=True, cwd=tmp_path)
-    command = merge.replace("tokenizer.json --merge 100", f"{olmo_tokenizer_file} --merge 2 --no-ledger")
+    command = merge.replace("tokenizer.json --merge 100", f"{olmo_tokenizer_file} --merge 2 --strict")
     assert main(command.split()[1:]) == 0
     assert len(read_index("data/dolma").lengths) == 3
 

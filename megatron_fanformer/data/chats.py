@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from megatron_fanformer.data.blends import PART_NAMES, TRAIN, Blend, Source, Word, as_weight, blend_words, split_bounds
-from megatron_fanformer.data.manifest import largest_stated_id, manifest_path, read_any_manifest
+from megatron_fanformer.data.manifest import largest_stated_id, manifest_path, read_manifest
 from megatron_fanformer.data.token_files import BIN_SUFFIX, bin_path, idx_path, read_index, refuse_largest_id
 from megatron_fanformer.errors import CorruptError, InputError, redacted
 from megatron_fanformer.stores import is_url
@@ -106,7 +106,7 @@ def open_chats(prefix: str) -> ChatFiles:
 def _open_rows(prefix: str) -> ChatFiles:
     """Open rows, each a conversation that ends with its last learned token: nothing later affects a loss."""
     ids, mask = Path(prefix + IDS_NPY), Path(prefix + MASK_NPY)
-    manifest = read_any_manifest(prefix)
+    manifest = read_manifest(prefix)
     dtype, row = np.dtype(NPY_DTYPE), NPY_ROW_TOKENS
     if manifest is not None and manifest.settings.chat is not None and manifest.settings.chat.max_tokens is not None:
         dtype, row = np.dtype(manifest.settings.dtype), manifest.settings.chat.max_tokens

@@ -16,7 +16,7 @@ from megatron_fanformer.data.blends import VALIDATION, Blend, Source, split_boun
 from megatron_fanformer.data.chat_template import ChatTemplate
 from megatron_fanformer.data.chats import Conversations, open_chats, parse_chats
 from megatron_fanformer.data.config import SPLIT_VALIDATION, DataConfig
-from megatron_fanformer.data.manifest import MANIFEST_SUFFIX, read_any_manifest
+from megatron_fanformer.data.manifest import MANIFEST_SUFFIX, read_manifest
 from megatron_fanformer.data.remote_files import RemoteFile, forget, look_up, optional_contents, refuse_changed
 from megatron_fanformer.data.token_files import NpyFile, TokenIndex, open_npy_files, read_index, refuse_largest_id
 from megatron_fanformer.data.tokenizer import NO_ID, load_tokenizer
@@ -138,7 +138,7 @@ def _end_of_text_id(config: DataConfig, data: CheckedData) -> int:
     """Return the id that ends the documents of all token files of a run: by their manifests, else by the tokenizer."""
     ends: dict[int, str] = {}
     for prefix in data.prefixes():
-        if manifest := read_any_manifest(prefix):
+        if manifest := read_manifest(prefix):
             ends.setdefault(manifest.tokenizer.eod_id, redacted(prefix) + MANIFEST_SUFFIX)
         elif config.tokenizer and (end := load_tokenizer(config.tokenizer, needs_eod=False).eod_id) != NO_ID:
             ends.setdefault(end, config.tokenizer)
@@ -171,7 +171,7 @@ def _chat_template(train: Blend, valid: Iterable[Blend]) -> str | None:
     trained = {source.paths[0] for source in train.sources}
     of_training: list[str] = []
     for (prefix,) in (source.paths for blend in (train, *valid) for source in blend.sources):
-        manifest = read_any_manifest(prefix)
+        manifest = read_manifest(prefix)
         if manifest is not None and (settings := manifest.settings.chat) is not None:
             template = ChatTemplate(settings.template, settings.template_variables).with_variables()
             templates.setdefault(template, prefix)

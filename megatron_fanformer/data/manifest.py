@@ -1,7 +1,6 @@
 """`PREFIX.manifest.json`: the inputs and settings of token files, their counts and sums.
 
-It is written last, so that a prefix with a manifest is complete. A preparation in several parts has a manifest
-for each part's prefix, which describes that part alone, and one for the whole.
+It is written last, so that a prefix with a manifest is complete.
 """
 
 from collections import Counter
@@ -21,8 +20,8 @@ Learn = Literal["all", "last"]
 TooLong = Literal["cut", "drop"]
 
 
-class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of the manifest's parts."""
+class _Part(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of the manifest's parts. Fields of other versions are left out."""
 
 
 class FileRecord(_Part, frozen=True, kw_only=True):
@@ -71,16 +70,6 @@ class Settings(_Part, frozen=True, kw_only=True):
     """The field of a document that is its text; empty where conversations were read."""
     dtype: str
     format: Format = "megatron"
-    part_bytes: int | None = None
-    """Token bytes after which a part ends, at the next end of a document; None: one part."""
-    min_length: int = 0
-    """Characters below which a document is left out."""
-    max_length: int | None = None
-    """Characters above which a document is left out."""
-    sources: list[str] | None = None
-    """The values of the `source` field that are kept; None: all."""
-    ledger: bool = True
-    """There is a ledger of the documents."""
     npy_dtype: str | None = None
     """The type of the tokens read, where the inputs were headerless .npy files and not documents."""
     chat: ChatSettings | None = None
@@ -131,24 +120,6 @@ class TokenFiles(_Part, frozen=True, kw_only=True):
     """Conversations that lost their end, for chats."""
 
 
-class PartManifest(_Part, frozen=True, kw_only=True, tag_field="kind", tag="part"):
-    """The manifest of one part of several."""
-
-    part: int
-    """The part's number, from 0."""
-    whole: str
-    """The name of the whole preparation's manifest, in the same folder; it exists once that is complete."""
-    first_input: int
-    """The input that the part begins in, by its number in the whole's list, from 0."""
-    end_input: int
-    """The input that the next part begins in."""
-    end_document: int
-    """The first document of that input, from 0, that is not in this part."""
-    settings: Settings
-    tokenizer: TokenizerRecord
-    output: TokenFiles
-
-
 class Manifest(_Part, frozen=True, kw_only=True, tag_field="kind", tag="preparation"):
     """The manifest of a whole preparation: lines_read == documents + the sum of refused."""
 
@@ -188,7 +159,7 @@ def manifest_path(prefix: str) -> Path:
     return Path(prefix + MANIFEST_SUFFIX)
 
 
-def read_any_manifest(prefix: str) -> Manifest | PartManifest | None:
+def read_manifest(prefix: str) -> Manifest | None:
     """Return the manifest of a prefix, which may be a URL; None where there is none, CorruptError if unreadable."""
     path = prefix + MANIFEST_SUFFIX
     try:
@@ -198,33 +169,25 @@ def read_any_manifest(prefix: str) -> Manifest | PartManifest | None:
             (content,) = optional_contents([path])
         else:
             content = Path(path).read_bytes()
+        return None if content is None else msgspec.json.decode(content, type=Manifest)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except OSError as error:
-        raise CorruptError(f"{path} is not a manifest ({error}); remove its prefix's files, prepare again") from error
-    return None if content is None else manifest_from(content, path)
-
-
-def manifest_from(content: bytes, path: str) -> Manifest | PartManifest:
-    """Return the manifest that a file holds. Raises CorruptError if it holds none."""
-    try:
-        return msgspec.json.decode(content, type=Manifest | PartManifest)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptError(f"{path} is not a manifest ({error}); remove its prefix's files, prepare again") from error
 
 
 def token_files_record(prefix: str) -> TokenFiles | None:
     """Return the entry of a manifest for the files of exactly this prefix; None where there is no manifest of them."""
-    manifest = read_any_manifest(prefix)
+    manifest = read_manifest(prefix)
     return record_of(prefix, manifest) if manifest else None
 
 
-def manifest_of(prefix: str, suffix: str, size: int) -> tuple[Manifest | PartManifest, TokenFiles] | None:
+def manifest_of(prefix: str, suffix: str, size: int) -> tuple[Manifest, TokenFiles] | None:
     """Return the manifest beside a file of token ids, of `size` bytes, and its entry for it.
 
     None where there is none, or it is another file's: one that was replaced, of another size, or under another name.
     """
-    manifest = read_any_manifest(prefix)
+    manifest = read_manifest(prefix)
     record = record_of(prefix, manifest) if manifest else None
     recorded = record.files.get(suffix) if record else None
     is_of_this = recorded is not None and recorded.bytes == size
@@ -237,12 +200,11 @@ def largest_stated_id(prefix: str, suffix: str, size: int) -> int | None:
     return None if stated is None else stated[1].max_token_id
 
 
-def record_of(prefix: str, manifest: Manifest | PartManifest) -> TokenFiles | None:
+def record_of(prefix: str, manifest: Manifest) -> TokenFiles | None:
     """Return a manifest's entry for the files of exactly this prefix; None where there is none."""
-    outputs = manifest.outputs if isinstance(manifest, Manifest) else [manifest.output]
-    return next((output for output in outputs if output.prefix == Path(prefix).name), None)
+    return next((output for output in manifest.outputs if output.prefix == Path(prefix).name), None)
 
 
-def encode_manifest(manifest: Manifest | PartManifest) -> bytes:
+def encode_manifest(manifest: Manifest) -> bytes:
     """Return the manifest as the bytes of its file."""
     return msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"

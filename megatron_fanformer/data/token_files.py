@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megatron_fanformer.data.manifest import MANIFEST_SUFFIX, largest_stated_id, read_any_manifest, record_of
+from megatron_fanformer.data.manifest import MANIFEST_SUFFIX, largest_stated_id, read_manifest, record_of
 from megatron_fanformer.data.remote_files import (
     RemoteFile,
     copy_to,
@@ -384,7 +384,7 @@ def _open_npy(path: str, stated: NpyType) -> NpyFile:
 def _by_manifest(path: str, size: int) -> tuple[str, int] | None:
     """Return the type of the ids and the largest of them, by the manifest beside a file; None where there is none."""
     prefix = npy_prefix(path)
-    manifest = read_any_manifest(prefix)
+    manifest = read_manifest(prefix)
     if manifest is None:
         return None
     record = record_of(prefix, manifest)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_fanformer.data.manifest import Manifest, PartManifest, manifest_of
+from megatron_fanformer.data.manifest import Manifest, manifest_of
 from megatron_fanformer.data.remote_files import find, listed, side_by_side
 from megatron_fanformer.data.token_files import (
     BIN_SUFFIX,
@@ -70,7 +70,7 @@ class TokenFile:
     """The `.npy` file, or a pair's `.bin` file, which also holds nothing but ids."""
     index: str | None
     """The prefix of the pair; None for a `.npy` file."""
-    manifest: Manifest | PartManifest | None
+    manifest: Manifest | None
     """None where there is none, or it is another file's."""
     eod_id: int | None
     """The id that ends its documents, if that is known; of a pair, whose index has their bounds, only for `rolling`."""

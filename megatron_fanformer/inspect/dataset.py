@@ -15,9 +15,8 @@ from megatron_fanformer.data.ledger import open_ledger
 from megatron_fanformer.data.manifest import (
     MANIFEST_SUFFIX,
     FileRecord,
-    Manifest,
     TokenFiles,
-    read_any_manifest,
+    read_manifest,
     token_files_record,
 )
 from megatron_fanformer.data.remote_files import find, open_stream
@@ -80,17 +79,7 @@ def describe_data(target: Target) -> Report:
 
 def describe_prefix(prefix: str) -> Report:
     """Describe the token files of one prefix."""
-    manifest, ledger = read_any_manifest(prefix), None
-    if isinstance(manifest, Manifest) and token_files_record(prefix) is None:
-        facts = {
-            "format": "parts",
-            "documents": manifest.documents,
-            "tokens": manifest.tokens,
-            "dtype": manifest.settings.dtype,
-            "bytes": sum(file.bytes for output in manifest.outputs for file in output.files.values()),
-        }
-    else:
-        facts, ledger = _describe_files(prefix), open_ledger(prefix)
+    manifest, facts, ledger = read_manifest(prefix), _describe_files(prefix), open_ledger(prefix)
     return {
         "path": prefix,
         "kind": "token files",
@@ -166,7 +155,7 @@ def check_data(target: Target) -> str:
     outputs: list[tuple[str, TokenFiles, int]] = []
     """The path before the names in a manifest, the files, and the ledger's rows of refused conversations."""
     for prefix in target.prefixes:
-        manifest = read_any_manifest(prefix)
+        manifest = read_manifest(prefix)
         if manifest is None:
             raise InputError(
                 f"{prefix}{MANIFEST_SUFFIX} does not exist, and without it there is nothing to verify {prefix} against"
@@ -174,11 +163,8 @@ def check_data(target: Target) -> str:
         if is_url(prefix) and manifest.settings.chat is not None:
             raise InputError(f"{prefix} holds conversations, which are verified on this machine; copy them here")
         folder, slash, _ = prefix.rpartition("/")
-        if isinstance(manifest, Manifest):
-            refused = sum(manifest.refused.values()) if manifest.settings.chat is not None else 0
-            outputs += [(folder + slash, output, refused) for output in manifest.outputs]
-        else:
-            outputs.append((folder + slash, manifest.output, 0))
+        refused = sum(manifest.refused.values()) if manifest.settings.chat is not None else 0
+        outputs += [(folder + slash, output, refused) for output in manifest.outputs]
     files = {beside + record.path: record for beside, output, _ in outputs for record in output.files.values()}
     total = sum(record.bytes for record in files.values())
     with reading(total) as advance, ThreadPoolExecutor(min(THREADS, usable_cores())) as pool:

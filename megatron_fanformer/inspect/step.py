@@ -19,7 +19,7 @@ from megatron_fanformer.checkpoint.stored_files import read_table, saved_progres
 from megatron_fanformer.convert.recognition import DESCRIPTIONS, OURS, Target, recognise
 from megatron_fanformer.data.fingerprint import another_tokenizer, fingerprint_from_plain
 from megatron_fanformer.data.ledger import LedgerRow, open_ledger
-from megatron_fanformer.data.manifest import Manifest, read_any_manifest
+from megatron_fanformer.data.manifest import read_manifest
 from megatron_fanformer.data.mixes import FIRST_MIX
 from megatron_fanformer.data.samples import ChatDataset, Span, sample_spans
 from megatron_fanformer.data.tokenizer import load_tokenizer
@@ -218,7 +218,7 @@ class _Sources:
 
     def _find_tokenizer(self, prefix: str) -> Any:
         """Return `data.tokenizer`, else the one that the prefix's manifest names; None where neither is known."""
-        manifest = read_any_manifest(prefix)
+        manifest = read_manifest(prefix)
         stated = manifest.tokenizer if manifest else None
         if self._path is not None:
             tokenizer = self._load(self._path)
@@ -301,11 +301,7 @@ def _checked(config: RunConfig, step: int, data_parallel_size: int) -> RunConfig
 
 def _training_prefixes(config: RunConfig, only: Target) -> set[str]:
     """Return the prefixes of `only` as absolute paths. Raises InputError where none is training data."""
-    wanted = set()
-    for prefix in only.prefixes:
-        manifest = read_any_manifest(prefix)  # a preparation's tokens may be in parts
-        parts = [output.prefix for output in manifest.outputs] if isinstance(manifest, Manifest) else [prefix]
-        wanted |= {os.path.abspath(Path(prefix).parent / Path(part).name) for part in parts}
+    wanted = set(map(os.path.abspath, only.prefixes))
     blends = map(config.data.blend, (config.data.train_data, *config.data.stages.values()))
     training = {
         os.path.abspath(prefix): prefix for blend in blends for source in blend.sources for prefix in source.prefixes

@@ -94,10 +94,10 @@ def inspect_path(path: str, *, verify: bool = False) -> dict[str, Any]:
     """
     from megatron_fanformer.checkpoint.remote import on_this_machine
     from megatron_fanformer.convert.recognition import OURS, Target, checkpoint_of, recognise
-    from megatron_fanformer.data.manifest import read_any_manifest
+    from megatron_fanformer.data.manifest import read_manifest
 
     if is_url(path) and (
-        path.endswith((".npy", ".bin", ".idx")) or ("::" not in path and read_any_manifest(path) is not None)
+        path.endswith((".npy", ".bin", ".idx")) or ("::" not in path and read_manifest(path) is not None)
     ):
         target = Target("token files", Path(path), (re.sub(r"\.(npy|bin|idx)$", "", path),))
     else:

@@ -6,14 +6,12 @@ silently. A block can be parsed on its own, by another thread. Memory is bounded
 line that is accepted, however well the file is compressed.
 """
 
-import bz2
 import hashlib
 import io
 import json
-import lzma
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -38,7 +36,6 @@ from megatron_fanformer.prepare.inputs import (
 BLOCK_BYTES = 1 << 20
 ROWS_A_BLOCK = 256
 ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
-LARGEST_XZ_BYTES = 128 << 20  # memory of its decompressor; xz -9 takes 65 MiB
 
 NOT_JSON = "not JSON"
 NOT_AN_OBJECT = "not a JSON object"
@@ -49,9 +46,6 @@ EMPTY_LINE = "empty line"
 INVALID_UTF8 = "invalid UTF-8"
 UNPAIRED_SURROGATE = "unpaired surrogate in the text"
 TOO_LONG_TO_LOOK_AGAIN = "irregular, and too long to be looked at again"
-SHORTER = "shorter than min_length"
-LONGER = "longer than max_length"
-OTHER_SOURCE = "source left out"
 
 # A longer line or text file is refused. Its text may take four times its bytes, and its ids as much again.
 MAX_LINE_BYTES = 128 << 20
@@ -86,25 +80,13 @@ class DocumentParser:
     Args:
         text_field: the field (the column) that holds the text; if it is `id` or `source`, documents have none. On a
             line without a text as `a.b`, it is the field `b` of the object `a`.
-        min_length: the fewest characters of a document that is kept.
-        max_length: the most; None: no limit.
-        sources: the values of the `source` field that are kept; None: all, including documents without one.
 
     Raises:
         InputError: `text_field` holds a quote, a backslash or a control character.
     """
 
-    def __init__(
-        self,
-        text_field: str = "text",
-        *,
-        min_length: int = 0,
-        max_length: int | None = None,
-        sources: Collection[str] | None = None,
-    ) -> None:
+    def __init__(self, text_field: str = "text") -> None:
         self._text_field, self._path = text_field, text_field.split(".")
-        self._min_length, self._max_length = min_length, max_length
-        self._sources = None if sources is None else frozenset(sources)
         self._beside = [name for name in ("id", "source") if name != self._path[0]]  # the text field is neither
         try:
             lines = [_object_type(path, self._beside) for path in ([text_field], self._path)[: len(self._path)]]
@@ -163,16 +145,9 @@ class DocumentParser:
             return Refusal(INVALID_UTF8 if text == b"" else TEXT_NOT_A_STRING)
         if not text:
             return Refusal(EMPTY_TEXT)
-        if len(text) < self._min_length:
-            return Refusal(SHORTER)
         if len(text) > MAX_LINE_BYTES:
             return Refusal(TOO_LONG_A_LINE)
-        if self._max_length is not None and len(text) > self._max_length:
-            return Refusal(LONGER)
-        document = Document(text, as_text(id), as_text(source))
-        if self._sources is not None and document.source not in self._sources:
-            return Refusal(OTHER_SOURCE)
-        return document
+        return Document(text, as_text(id), as_text(source))
 
     def _look_again(self, line: bytes) -> Document | Refusal:
         fields = decoded_again(line)
@@ -431,22 +406,15 @@ def _decompressor(kind: str, raw: _Counted) -> tuple[Any, type[Exception] | tupl
     """Return a stream of the uncompressed bytes, and the errors that damage raises."""
     if kind == "gzip":
         return igzip.IGzipFile(fileobj=raw), (igzip.BadGzipFile, IsalError)  # type: ignore[return-value]  # IsalError's stub
-    if kind == "bzip2":
-        return _Streams(raw, bz2.BZ2Decompressor), OSError
-    if kind == "xz":
-        return _Streams(raw, partial(lzma.LZMADecompressor, lzma.FORMAT_XZ, LARGEST_XZ_BYTES)), lzma.LZMAError
     if sys.version_info >= (3, 14):  # no other documents need it
         from compression import zstd
     else:
         from backports import zstd
-    return _Streams(raw, zstd.ZstdDecompressor), zstd.ZstdError
+    return _ZstdFrames(raw, zstd.ZstdDecompressor), zstd.ZstdError
 
 
-class _Streams:
-    """Compressed streams one behind the other.
-
-    The standard library's own files end silently at a damaged stream, and its xz file takes any amount of memory.
-    """
+class _ZstdFrames:
+    """Frames of zstd one behind the other: the standard library's own file ends silently at a damaged one."""
 
     def __init__(self, raw: _Counted, decompressor: Callable[[], Any]) -> None:
         self._raw, self._decompressor = raw, decompressor

@@ -336,12 +336,7 @@ class BlockEncoder:
     """Parse and tokenize blocks of documents, on one thread at a time."""
 
     def __init__(self, choice: EncoderChoice, settings: Settings) -> None:
-        self.parser = DocumentParser(
-            settings.text_field,
-            min_length=settings.min_length,
-            max_length=settings.max_length,
-            sources=settings.sources,
-        )
+        self.parser = DocumentParser(settings.text_field)
         self._encoder = choice.make()
         self._eod_id = choice.eod_id
         self._dtype = np.dtype(settings.dtype)

@@ -16,7 +16,7 @@ from megatron_fanformer.errors import InputError, redacted
 from megatron_fanformer.stores import READ_BYTES, driver_of, is_url, password_problem, pieces, query
 from megatron_fanformer.terminal import plural, show
 
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".xz": "xz", ".bz2": "bzip2"}
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 LINE_KINDS, TEXT_KINDS = (".jsonl", ".json", ".ndjson"), (".txt", ".md")
 LINE_SUFFIXES, TEXT_SUFFIXES = (
     tuple(kind + compression for kind in kinds for compression in ("", *COMPRESSIONS))

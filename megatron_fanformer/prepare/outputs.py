@@ -1,13 +1,11 @@
-"""The token files of a preparation: assembled from shards in the order of the inputs, and copied to another store.
+"""The token files of a preparation, assembled from shards in the order of the inputs.
 
 Files are written in the work folder, and get their names together. Everything is streamed: the index of a billion
-documents is written from a file of their lengths. On another store the manifest is copied last: without it, nothing is
-complete. Stores have no locks, so nothing keeps two machines from writing one prefix at a time.
+documents is written from a file of their lengths.
 """
 
 import hashlib
 import os
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -18,26 +16,12 @@ import numpy as np
 
 from megatron_fanformer.data.chats import IDS_NPY, MASK_NPY, MASK_SUFFIX
 from megatron_fanformer.data.ledger import CUT, LEDGER_SUFFIX, LedgerWriter
-from megatron_fanformer.data.manifest import (
-    MANIFEST_SUFFIX,
-    FileRecord,
-    Format,
-    Manifest,
-    PartManifest,
-    Settings,
-    TokenFiles,
-    manifest_from,
-    manifest_path,
-    read_any_manifest,
-)
+from megatron_fanformer.data.manifest import MANIFEST_SUFFIX, FileRecord, Format, Manifest, Settings, TokenFiles
 from megatron_fanformer.data.token_files import DTYPES, INDEX_HEADER, INDEX_MAGIC
 from megatron_fanformer.durable_files import NO_SPACE, naming, sync, write_refusal
 from megatron_fanformer.errors import FanformerError, InputError
-from megatron_fanformer.options import PROGRAM
 from megatron_fanformer.prepare.shards import ShardFiles, ShardRecord, WorkFolder
-from megatron_fanformer.runtime.device import cache_folder
-from megatron_fanformer.stores import driver_of, is_url, make_folder, query, scheme_of, send_file, url_problem
-from megatron_fanformer.terminal import print_stderr
+from megatron_fanformer.stores import is_url
 
 TOKEN_SUFFIXES: dict[Format, str] = {"megatron": ".bin", "npy": ".npy"}
 CHAT_SUFFIXES: dict[Format, tuple[str, str]] = {"megatron": (".bin", MASK_SUFFIX), "npy": (IDS_NPY, MASK_NPY)}
@@ -45,7 +29,6 @@ CHAT_SUFFIXES: dict[Format, tuple[str, str]] = {"megatron": (".bin", MASK_SUFFIX
 STANDING_SUFFIXES = (".bin", ".npy", ".idx", MASK_SUFFIX, IDS_NPY, MASK_NPY, LEDGER_SUFFIX, MANIFEST_SUFFIX)
 """The ends of names that an output may have, the manifest's last."""
 INDEX_CHUNK = 1 << 20
-READ_ONLY_SCHEMES = ("http", "https")
 
 
 class Assembler:
@@ -63,8 +46,7 @@ class Assembler:
         self._tokens, *masks = self._streams.values()
         self._mask = masks[0] if masks else None
         self._lengths = self._partial(".lengths").open("wb")
-        ledger = _HashedFile(self._partial(LEDGER_SUFFIX)) if settings.ledger else None
-        self._ledger = None if ledger is None else LedgerWriter(ledger, is_chats=is_chats)
+        self._ledger = LedgerWriter(_HashedFile(self._partial(LEDGER_SUFFIX)), is_chats=is_chats)
         self._documents = self._learned_tokens = self._cut = 0
         self._max_token_id = -1
         self.next_input = 0
@@ -76,9 +58,7 @@ class Assembler:
             tokens = files.enter_context(shard.path("tokens").open("rb"))
             mask = None if self._mask is None else files.enter_context(shard.path("mask").open("rb"))
             for rows in shard.batches():
-                if self._ledger is not None:
-                    first_token = self._tokens.bytes // self._dtype.itemsize
-                    self._ledger.add(rows, record.input.path, first_token=first_token)
+                self._ledger.add(rows, record.input.path, first_token=self._tokens.bytes // self._dtype.itemsize)
                 lengths = rows.column("length").to_numpy()
                 count = int(lengths.sum(dtype=np.int64))
                 if self._mask is not None and mask is not None:
@@ -101,9 +81,8 @@ class Assembler:
             index = self._streams[".idx"] = _HashedFile(self._partial(".idx"))
             for data in _index(self._partial(".lengths"), self._documents, self._dtype):
                 index.write(data)
-        if self._ledger is not None:
-            self._ledger.finish()
-            self._streams[LEDGER_SUFFIX] = self._ledger.file
+        self._ledger.finish()
+        self._streams[LEDGER_SUFFIX] = self._ledger.file
         output = TokenFiles(
             prefix=self._path.name,
             documents=self._documents,
@@ -133,9 +112,8 @@ class Assembler:
             self._lengths.close()
         for stream in self._streams.values():
             stream.abandon()
-        if self._ledger is not None:
-            self._ledger.file.abandon()
-            self._ledger.abandon()
+        self._ledger.file.abandon()
+        self._ledger.abandon()
 
     def _partial(self, suffix: str) -> Path:
         return self._work.path / (self._path.name + suffix.replace("/", "."))  # files alone are in that folder
@@ -228,114 +206,28 @@ def _read(file: IO[bytes], size: int) -> bytes:
     return data
 
 
-# -- other stores
-
-
 def check_output(output: str) -> None:
-    """Check the output's name: files of one that names a folder would lie beside that folder.
-
-    Raises:
-        InputError: it names no prefix, or a URL that cannot be written.
-    """
-    folder, _, name = output.rpartition("/")
-    if not is_url(output):
-        if name in ("", ".", ".."):
-            prefix = os.path.join(output, "web")
-            raise InputError(f"output {output} names a folder; name a prefix in it, such as {prefix}")
-        return
-    if scheme_of(output) in READ_ONLY_SCHEMES:
-        remedy = "name s3://…, gs://… or a path"
-        raise InputError(f"output {output} cannot be written: {scheme_of(output)} is only read; {remedy}")
-    if problem := url_problem("output", output, kind="the URL of a prefix, such as s3://bucket/tokens/web,"):
-        raise InputError(problem)
-    if name in ("", ".", "..") or folder.endswith("/"):
-        raise InputError(f"output {output} names no prefix; name one in a bucket, such as s3://bucket/tokens/web")
-
-
-def output_manifest(prefix: str) -> Manifest | PartManifest | None:
-    """Return the manifest of an output as it is now; None where there is none.
-
-    Raises:
-        CorruptError, InputError, FanformerError: as `read_any_manifest`.
-    """
-    if not is_url(prefix):
-        return read_any_manifest(prefix)
-
-    def read() -> bytes | None:
-        files, path = driver_of(prefix)
-        with suppress(FileNotFoundError):
-            return bytes(files.cat_file(path + MANIFEST_SUFFIX))
-        return None
-
-    content = query(prefix, read)
-    return None if content is None else manifest_from(content, prefix + MANIFEST_SUFFIX)
+    """Raise InputError for a URL, and for a folder in place of a prefix, beside which the files would lie."""
+    if is_url(output):
+        raise InputError(
+            f"output {output} is on another store; name a path, and copy the files of that prefix, the manifest last"
+        )
+    if output.rpartition("/")[2] in ("", ".", ".."):
+        prefix = os.path.join(output, "web")
+        raise InputError(f"output {output} names a folder; name a prefix in it, such as {prefix}")
 
 
 def is_whole(prefix: str, manifest: Manifest) -> bool:
     """Return whether all files of an output stand with their sizes."""
-    beside = prefix[: prefix.rfind("/") + 1]
-    records = [record for output in manifest.outputs for record in output.files.values()]
-    return query(prefix, lambda: all(_size(beside + record.path) == record.bytes for record in records))
+    files = {Path(prefix).parent / record.path: record.bytes for record in manifest.outputs[0].files.values()}
+    return all(path.is_file() and path.stat().st_size == size for path, size in files.items())
 
 
 def refuse_standing_files(prefix: str) -> None:
-    """Raise InputError if there are files under the output names of a prefix, which may be a URL."""
+    """Raise InputError if there are files under the output names of a prefix."""
     for suffix in STANDING_SUFFIXES:
-        if _size(prefix + suffix) is not None:
+        if os.path.lexists(prefix + suffix):
             raise InputError(
                 f"{prefix}{suffix} exists, and there is no manifest of a complete preparation; choose another output"
                 f" prefix, or remove the files of {prefix}"
             )
-
-
-@contextmanager
-def scratch_prefix(url: str, folder: Path | None) -> Iterator[str]:
-    """Yield the prefix on this machine at which an output is prepared; its folder stays where the block fails.
-
-    Args:
-        folder: the folder of such folders; None: in this user's cache.
-
-    Raises:
-        InputError: files without a manifest stand there, and nobody here began to copy them.
-    """
-    place = (folder or cache_folder() / "prepare") / hashlib.sha256(url.encode()).hexdigest()[:16]
-    if not place.exists():
-        query(url, lambda: refuse_standing_files(url))
-    place.mkdir(parents=True, exist_ok=True)
-    print_stderr(f"{PROGRAM}: preparing in {place}, which is then copied to {url}")
-    try:
-        yield str(place / url.rpartition("/")[2])
-        shutil.rmtree(place)
-    finally:
-        with suppress(OSError):  # it holds what the next run goes on from
-            place.rmdir()
-
-
-def upload(prefix: str, url: str, manifest: Manifest) -> None:
-    """Copy the files of a complete preparation that do not stand there with their sizes, its manifest last."""
-    names = [record.path for output in manifest.outputs for record in output.files.values()]
-    for name in [*names, manifest_path(prefix).name]:
-        query(url, lambda name=name: _send(Path(prefix).parent / name, url.rpartition("/")[0], name))  # type: ignore[misc]
-
-
-def _send(file: Path, folder_url: str, name: str) -> None:
-    files, folder = driver_of(folder_url)
-    path, size = f"{folder}/{name}", file.stat().st_size
-    if _size(f"{folder_url}/{name}") == size and not name.endswith(MANIFEST_SUFFIX):
-        return
-    for parent in dict.fromkeys((folder, path.rpartition("/")[0])):
-        make_folder(files, parent)
-    send_file(files, file, path)
-    if _size(f"{folder_url}/{name}") != size:
-        raise OSError(f"{name} was written, and has another size")
-
-
-def _size(path: str) -> int | None:
-    """Return the bytes of a file, which may be at a URL; None where there is none."""
-    try:
-        if not is_url(path):
-            return os.stat(path).st_size
-        files, place = driver_of(path)
-        return int(files.info(place)["size"])
-    except (FileNotFoundError, NotADirectoryError):
-        return None

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 
 from megatron_fanformer.data.chat_template import RenderedChat, encode_chat, find_template, refuse_spaces_between
 from megatron_fanformer.data.chats import NPY_ROW_TOKENS
-from megatron_fanformer.data.manifest import ChatSettings, Encoding, Manifest, Settings, TokenizerRecord
+from megatron_fanformer.data.manifest import ChatSettings, Encoding, Manifest, Settings, TokenizerRecord, read_manifest
 from megatron_fanformer.data.token_files import NPY_SUFFIX, token_dtype
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer, note_of_end, tokenizer_file
 from megatron_fanformer.durable_files import sha256_of
@@ -22,7 +22,7 @@ from megatron_fanformer.prepare.inputs import (
     expand_inputs,
     recorded_path,
 )
-from megatron_fanformer.prepare.outputs import check_output, is_whole, output_manifest, scratch_prefix, upload
+from megatron_fanformer.prepare.outputs import check_output, is_whole
 from megatron_fanformer.prepare.pipeline import encode_shard, merge, run, shard_prefix
 from megatron_fanformer.prepare.shards import difference_of, folder_path, is_unchanged, work_folder
 from megatron_fanformer.prepare.verb import PrepareConfig, Shard
@@ -32,8 +32,8 @@ from megatron_fanformer.runtime.device import quieten_libraries
 from megatron_fanformer.stores import is_url
 from megatron_fanformer.terminal import plural, show
 
-OF_TEXTS = ("text_field", "min_length", "max_length", "sources", "backend", "strict")
-OF_DOCUMENTS = ("text_field", "min_length", "max_length", "sources", "from_npy")
+OF_TEXTS = ("text_field", "backend", "strict")
+OF_DOCUMENTS = ("text_field", "from_npy")
 ALREADY_THERE = "{} already exists, made from the same input with the same settings"
 COMPRESSED_WEIGHT = 2.5
 """Bytes of text in a byte of a compressed file: 2.3 to 2.9 of Dolma's sample documents and this project's pages."""
@@ -92,8 +92,6 @@ def prepare(
 ) -> PrepareReport:
     """Tokenize all documents or conversations of the inputs into token files, their ledger and their manifest.
 
-    With an output on another store, they are prepared here, and then copied.
-
     Each document becomes one sequence, ended by the end-of-text id, in the order of the inputs (sorted) and of
     their lines. Lines that are not documents are counted by reason. If the same preparation is already
     complete, nothing is done; if it was interrupted, it continues, to the same bytes. `progress` is called as
@@ -109,18 +107,12 @@ def prepare(
     """
     job, tokenizer = _job(config, files)
     notes = note_of_end(tokenizer)
-    if (existing := _existing(job, config.output)) is not None:
+    if (existing := _existing(job)) is not None:
         return PrepareReport(prefix=config.output, already_there=True, manifest=existing, notes=notes)
     if config.merge is not None:
         manifest = merge(job, config.merge)
-    elif not is_url(config.output):
-        manifest = run(_with_encoder(job, config, tokenizer), progress)
     else:
-        job = _with_encoder(job, config, tokenizer)
-        with scratch_prefix(config.output, config.scratch) as prefix:
-            local = replace(job, output=prefix)
-            manifest = _existing(local, prefix) or run(local, progress)
-            upload(prefix, config.output, manifest)
+        manifest = run(_with_encoder(job, config, tokenizer), progress)
     return PrepareReport(prefix=config.output, already_there=False, manifest=manifest, notes=notes)
 
 
@@ -131,7 +123,7 @@ def prepare_shard(config: PrepareConfig, shard: Shard, progress: ProgressListene
         InputError, CorruptError, FanformerError: as `prepare`.
     """
     job, tokenizer = _job(config, None)
-    if _existing(job, config.output) is not None:
+    if _existing(job) is not None:
         return [ALREADY_THERE.format(config.output)]
     records = encode_shard(_with_encoder(job, config, tokenizer), shard, progress)
     documents, tokens = (sum(getattr(record, name) for record in records) for name in ("documents", "tokens"))
@@ -187,10 +179,6 @@ def input_files(config: PrepareConfig) -> list[InputFile]:
 
 def _check(config: PrepareConfig) -> None:
     check_output(config.output)
-    if not is_url(config.output) and config.scratch is not None:
-        raise InputError("scratch is set, which has no effect without --output at a URL; leave it out")
-    if is_url(config.output) and (config.shard is not None or config.merge is not None):
-        raise InputError(f"output {config.output} is on another store, and shards are files of a disk; name a path")
     given = {field.name for field in fields(config) if getattr(config, field.name) != field.default}
     for applies, names, rule in (
         (config.chat, OF_DOCUMENTS, "applies to documents and not to chats; leave one of them out"),
@@ -198,12 +186,10 @@ def _check(config: PrepareConfig) -> None:
     ):
         if applies and (stray := [name for name in names if name in given]):
             raise InputError(f"{stray[0]} is set, which {rule}")
-    for name, least in (("workers", 1), ("min_length", 0), ("max_tokens", 2)):
+    for name, least in (("workers", 1), ("max_tokens", 2)):
         value = getattr(config, name)
         if value is not None and value < least:
             raise InputError(f"{name} is {value}; it must be at least {least}")
-    if config.max_length is not None and config.max_length < max(1, config.min_length):
-        raise InputError(f"max_length is {config.max_length}; it must be at least 1, and no less than min_length")
     if config.too_long == "drop" and config.max_tokens is None and config.format != "npy":
         raise InputError("too_long is 'drop', but no conversation is too long without max_tokens; set it")
     DocumentParser(config.text_field)  # refuses an impossible name before any worker does
@@ -217,10 +203,6 @@ def _settings(config: PrepareConfig, tokenizer: Tokenizer) -> Settings:
         text_field="" if config.chat else config.text_field,
         dtype=dtype,
         format=config.format,
-        min_length=config.min_length,
-        max_length=config.max_length,
-        sources=None if config.sources is None else sorted(set(config.sources)),
-        ledger=config.ledger,
         npy_dtype=config.npy_dtype if config.from_npy else None,
         chat=_chat_settings(config, tokenizer) if config.chat else None,
     )
@@ -245,12 +227,13 @@ def _chat_settings(config: PrepareConfig, tokenizer: Tokenizer) -> ChatSettings:
     )
 
 
-def _existing(job: Job, prefix: str) -> Manifest | None:
+def _existing(job: Job) -> Manifest | None:
     """Return the manifest of the same preparation, already complete; None where the prefix is free or unfinished."""
-    if (manifest := output_manifest(prefix)) is None:
+    prefix = job.output
+    if (manifest := read_manifest(prefix)) is None:
         return None
     remedy = "choose another output prefix, or remove its files"
-    if not isinstance(manifest, Manifest) or not is_whole(prefix, manifest):
+    if not is_whole(prefix, manifest):
         raise InputError(f"{prefix}.manifest.json exists, but not all files that it lists; {remedy}")
     difference = difference_of(job.assignment, manifest)
     same_inputs = len(job.files) == len(manifest.inputs) and all(map(is_unchanged, job.files, manifest.inputs))
@@ -260,7 +243,7 @@ def _existing(job: Job, prefix: str) -> Manifest | None:
         raise InputError(f"output prefix {prefix} already exists with {difference}; {remedy}")
     if job.strict and manifest.refused:
         raise InputError(f"{manifest.refused_examples[0]}, and the prefix {prefix} already exists without it; {remedy}")
-    if not is_url(prefix) and folder_path(prefix).exists():  # a run that was killed after its very last step
+    if folder_path(prefix).exists():  # a run that was killed after its very last step
         with work_folder(prefix) as work:
             work.end()
     return manifest
@@ -293,7 +276,7 @@ def prepare_both(config: PrepareConfig, parts: int) -> None:
         ("training", config.output, [file for file in files if file not in held]),
     ]
     # An output that stands comes first: if it is of other inputs, it is refused before anything is written beside it.
-    both.sort(key=lambda share: output_manifest(share[1]) is None and not folder_path(share[1]).exists())
+    both.sort(key=lambda share: read_manifest(share[1]) is None and not folder_path(share[1]).exists())
     for name, output, share in both:
         show([f"{name}: {len(share):,} of {plural(len(files), 'file')}, to {output}"])
         with progress_line(name) as listener:

@@ -2,11 +2,10 @@
 
 import argparse
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from megatron_fanformer.data.manifest import Format, Learn, TooLong
-from megatron_fanformer.options import Verb, argument, option, path_or_none
+from megatron_fanformer.options import Verb, argument, option
 from megatron_fanformer.processes import usable_cores
 
 MANY = "many machines"
@@ -37,13 +36,11 @@ class PrepareConfig:
     """Options of `prepare`."""
 
     inputs: tuple[str, ...] = argument((), metavar="INPUT")
-    """Files (.jsonl, .json, .ndjson, .txt, .md, or .gz, .zst, .xz, .bz2; .parquet), folders, patterns, URLs, @LIST."""
+    """Files (.jsonl, .json, .ndjson, .txt, .md, or .gz, .zst; .parquet), folders, patterns, URLs, @LIST."""
     output: str = option(metavar="PREFIX")
-    """Prefix of the token files: PREFIX.bin, PREFIX.idx, PREFIX.ledger.parquet, PREFIX.manifest.json; or its URL."""
+    """Prefix of the token files: PREFIX.bin, PREFIX.idx, PREFIX.ledger.parquet, PREFIX.manifest.json."""
     hold_out: int | None = option(None, metavar="N", exclusive=MANY)
     """Share the files in N parts, which are not cut: the last goes to PREFIX-validation, all others to PREFIX."""
-    scratch: Path | None = option(None, metavar="FOLDER", parse=path_or_none)
-    """With --output at a URL: where they are prepared before they are copied (default: in this user's cache)"""
     tokenizer: str
     """A sentencepiece .model, a Hugging Face tokenizer.json, or a folder that holds one."""
     workers: int = field(default_factory=usable_cores)
@@ -54,14 +51,6 @@ class PrepareConfig:
     """The id that ends a document (default: the tokenizer's end of text)"""
     format: Format = "megatron"
     """megatron: .bin and .idx; npy: the headerless .npy files of the reference."""
-    min_length: int = option(0, metavar="N")
-    """Leave out documents with fewer characters."""
-    max_length: int | None = option(None, metavar="N")
-    """Leave out documents with more characters."""
-    sources: tuple[str, ...] | None = option(None, name="--source", metavar="NAME", repeated=True)
-    """Keep only this value of the field `source`; may be repeated."""
-    ledger: bool = True
-    """Write PREFIX.ledger.parquet, which says where each document came from."""
     backend: Backend = option("auto", metavar="BACKEND")
     """Library that computes the ids: auto, gigatoken, tokenizers, sentencepiece; all give the same ids."""
     from_npy: bool = False
@@ -92,6 +81,9 @@ REMOVED = {
         "prepare --shard I/N, once for each I from 0 to N - 1, shares the files; --merge N joins the result",
     ),
     "--part-size": "prepare parts of the files to prefixes of their own, and name them all in data.train_data",
+    "--scratch": "prepare to a path, and copy its files to the store",
+    **dict.fromkeys(("--min-length", "--max-length", "--source"), "filter the documents before, as with Dolma's mixer"),
+    "--no-ledger": "the ledger is always written",
     "--status": "prepare --merge N names the shards that are not done",
 }
 """Remedies for options that are gone."""

@@ -29,7 +29,7 @@ from megatron_fanformer.data.fingerprint import (
     fingerprint_from_plain,
     resumed_fingerprint,
 )
-from megatron_fanformer.data.manifest import read_any_manifest
+from megatron_fanformer.data.manifest import read_manifest
 from megatron_fanformer.data.mixes import Mix, ordered
 from megatron_fanformer.data.sample_counts import SampleCounts
 from megatron_fanformer.data.tokenizer import load_tokenizer
@@ -288,7 +288,7 @@ def _warn_of_other_tokenizer(data: CheckedData, identity: DataFingerprint) -> No
     if digest is None:
         return
     sources = [source for blend in (data.train, *data.mixes.values()) for source in blend.sources]
-    manifests = {prefix: read_any_manifest(prefix) for source in sources for prefix in source.prefixes}
+    manifests = {prefix: read_manifest(prefix) for source in sources for prefix in source.prefixes}
     stated = {redacted(prefix): manifest.tokenizer.sha256 for prefix, manifest in manifests.items() if manifest}
     if other := another_tokenizer(stated.values(), digest, "data.tokenizer"):
         logger.warning(

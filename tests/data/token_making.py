@@ -11,8 +11,9 @@ from megatron_fanformer.data.config import DataConfig
 from megatron_fanformer.data.datasets import Datasets, build_datasets
 from megatron_fanformer.data.manifest import (
     ChatSettings,
+    Encoding,
     FileRecord,
-    PartManifest,
+    Manifest,
     Settings,
     TokenFiles,
     TokenizerRecord,
@@ -67,14 +68,20 @@ def write_manifest(prefix: str, *, dtype: str, max_token_id: int, chat: ChatSett
     """The manifest of one prefix, of its files as they are."""
     files = [path for path in map(Path, (prefix + ".bin", prefix + ".idx", prefix + ".npy")) if path.exists()]
     records = {path.suffix: FileRecord(path=path.name, bytes=path.stat().st_size, sha256="") for path in files}
-    manifest = PartManifest(
-        part=0,
-        whole="whole.manifest.json",
-        first_input=0,
-        end_input=1,
-        end_document=0,
+    output = TokenFiles(prefix=Path(prefix).name, documents=1, tokens=1, max_token_id=max_token_id, files=records)
+    manifest = Manifest(
+        lines_read=1,
+        documents=1,
+        tokens=1,
+        text_bytes=1,
+        max_token_id=max_token_id,
+        refused={},
+        refused_examples=[],
         settings=Settings(text_field="text", dtype=dtype, format="npy" if ".npy" in records else "megatron", chat=chat),
         tokenizer=TokenizerRecord(path="tokenizer.json", sha256="", vocab_size=VOCAB_SIZE, eod_id=0),
-        output=TokenFiles(prefix=Path(prefix).name, documents=1, tokens=1, max_token_id=max_token_id, files=records),
+        encoding=Encoding(backend="none"),
+        inputs=[],
+        outputs=[output],
+        versions={},
     )
     manifest_path(prefix).write_bytes(encode_manifest(manifest))

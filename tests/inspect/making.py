@@ -13,7 +13,6 @@ from megatron_fanformer.data.manifest import (
     FileRecord,
     InputRecord,
     Manifest,
-    PartManifest,
     Settings,
     TokenFiles,
     TokenizerRecord,
@@ -98,20 +97,6 @@ def write_manifest(prefix: Path | str, documents: Documents, tokenizer: Path, **
     )
     manifest_path(str(prefix)).write_bytes(encode_manifest(manifest))
     return manifest
-
-
-def write_part_manifest(prefix: Path, number: int, whole: Manifest, output: TokenFiles) -> None:
-    part = PartManifest(
-        part=number,
-        whole="whole.manifest.json",
-        first_input=0,
-        end_input=1,
-        end_document=0,
-        settings=whole.settings,
-        tokenizer=whole.tokenizer,
-        output=output,
-    )
-    manifest_path(str(prefix)).write_bytes(encode_manifest(part))
 
 
 def token_files(prefix: Path | str, documents: Documents) -> TokenFiles:

@@ -1,4 +1,4 @@
-"""Token files described and verified: by prefix, by file, as a blend, in parts; and everything that may differ."""
+"""Token files described and verified: by prefix, by file, as a blend; and everything that may differ."""
 
 import json
 import shutil
@@ -17,19 +17,13 @@ from megatron_fanformer.data.manifest import (
     TokenFiles,
     encode_manifest,
     manifest_path,
-    read_any_manifest,
+    read_manifest,
 )
 from megatron_fanformer.durable_files import sha256_of
 from tests.data.chat_making import made_up_chats
 from tests.inspect.conftest import TOKENIZER, Inspect, Prepared, Said
 from tests.inspect.making import (
-    random_documents,
-    token_files,
-    write_ledger,
-    write_manifest,
     write_npy,
-    write_pair,
-    write_part_manifest,
 )
 from tests.prepare.making import prepare_files
 
@@ -68,42 +62,6 @@ def test_a_blend_and_a_folder(inspect: Inspect, pair: Prepared, shard: Prepared,
     assert json.loads(inspect(folder, "--json").out)["documents"] is None
 
 
-def write_parts(folder: Path) -> Manifest:
-    """A preparation in two parts, as `prepare` leaves it."""
-    halves = [random_documents(50_000, seed=seed) for seed in range(2)]
-    outputs = []
-    for number, documents in enumerate(halves):
-        prefix = folder / f"whole-{number}"
-        write_pair(prefix, documents)
-        write_ledger(prefix, documents)
-        outputs.append(token_files(prefix, documents))
-    first = write_manifest(folder / "whole-0", halves[0], TOKENIZER)
-    whole = msgspec.structs.replace(
-        first,
-        lines_read=122,
-        documents=120,
-        tokens=sum(output.tokens for output in outputs),
-        max_token_id=max(output.max_token_id for output in outputs),
-        outputs=outputs,
-    )
-    for number, output in enumerate(outputs):
-        write_part_manifest(folder / f"whole-{number}", number, whole, output)
-    manifest_path(str(folder / "whole")).write_bytes(encode_manifest(whole))
-    return whole
-
-
-def test_a_preparation_in_parts(inspect: Inspect, tmp_path: Path) -> None:
-    write_parts(tmp_path)
-    whole = inspect(tmp_path / "whole", "--verify")
-    assert whole.code == 0
-    assert "  tokens     5,940\n" in whole.out
-    assert "SHA-256 of 6 files" in whole.out
-    assert "120 documents and 5,940 tokens" in whole.out
-    part = inspect(tmp_path / "whole-1", "--verify")
-    assert "whole.manifest.json\n" in part.out
-    assert "60 documents and 2,970 tokens" in part.out
-
-
 def test_neither_torch_nor_megatron_is_imported(pair: Prepared) -> None:
     program = (
         "import sys; from megatron_fanformer.cli import main\n"
@@ -132,7 +90,7 @@ def flip(path: Path, position: int) -> None:
 
 def agree_again(prefix: Path, **changes: Any) -> None:
     """Write the manifest anew for the present files, as somebody might who means to deceive."""
-    manifest = read_any_manifest(str(prefix))
+    manifest = read_manifest(str(prefix))
     assert isinstance(manifest, Manifest)
     (output,) = manifest.outputs
     files = {

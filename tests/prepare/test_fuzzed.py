@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from pyarrow import parquet
 
-from megatron_fanformer.data.manifest import Manifest, read_any_manifest
+from megatron_fanformer.data.manifest import Manifest, read_manifest
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.prepare import documents
 from tests.prepare import fuzzing
@@ -53,7 +53,7 @@ def written_rows(prefix: str, tokenizer_file: Path) -> Iterator[Row]:
 
 def assert_all_accounted_for(files: Sequence[FuzzedFile], prefix: str, tokenizer_file: Path) -> None:
     """Every line made is read; the documents, the refusals and the ledger are those expected."""
-    manifest = read_any_manifest(prefix)
+    manifest = read_manifest(prefix)
     assert isinstance(manifest, Manifest)
     assert manifest.refused == dict(sorted(expected_refusals(files).items()))
     for written, expected in zip(written_rows(prefix, tokenizer_file), expected_rows(files), strict=True):
@@ -76,10 +76,9 @@ def test_every_line_of_a_fuzzed_corpus_is_accounted_for(
 def test_the_fuzz_holds_every_reason() -> None:
     lines = fuzzing.fuzzed_lines(random.Random(0), 2_000)
     made = {line.reason for line in lines} - {None}
-    of_settings = {documents.SHORTER, documents.LONGER, documents.OTHER_SOURCE}
     of_length = {documents.TOO_LONG_A_LINE, documents.TOO_LONG_TO_LOOK_AGAIN}
     reasons = {value for name, value in vars(documents).items() if name.isupper() and isinstance(value, str)}
-    assert made == reasons - of_settings - of_length - {documents.PARQUET_SUFFIX}
+    assert made == reasons - of_length - {documents.PARQUET_SUFFIX}
 
 
 @pytest.mark.parametrize(

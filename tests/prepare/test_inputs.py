@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from isal import igzip
 
-from megatron_fanformer.data.manifest import read_any_manifest
+from megatron_fanformer.data.manifest import read_manifest
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.prepare.documents import DocumentFile, DocumentParser, parse_block
 from megatron_fanformer.prepare.inputs import CHAT_SUFFIXES, expand_inputs
@@ -120,7 +120,7 @@ def test_token_files_are_those_of_documents_here(documents: Path, tmp_path: Path
     recorded = [(record.path.removeprefix("file://"), record.bytes, record.sha256) for record in there.manifest.inputs]
     assert recorded == [(record.path, record.bytes, record.sha256) for record in here.manifest.inputs]
     again = prepare(tmp_path / "there", f"file://{documents}/")
-    assert again.already_there and again.manifest == read_any_manifest(str(tmp_path / "there"))
+    assert again.already_there and again.manifest == read_manifest(str(tmp_path / "there"))
     (documents / "a.jsonl.gz").write_bytes(igzip.compress(as_line("another") + b"\n"))
     with pytest.raises(InputError, match="already exists with other inputs"):
         prepare(tmp_path / "there", f"file://{documents}/")

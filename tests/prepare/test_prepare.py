@@ -199,7 +199,7 @@ def test_two_preparations_of_one_prefix_do_not_mix(tmp_path: Path, mixed: Path, 
     prepare(prefix, mixed)
 
 
-@pytest.mark.parametrize("settings", [{"text_field": "content"}, {"min_length": 2}, {"format": "npy"}, {}], ids=str)
+@pytest.mark.parametrize("settings", [{"text_field": "content"}, {"eod_id": 5}, {"format": "npy"}, {}], ids=str)
 def test_an_unfinished_preparation_of_another_kind_is_refused(
     tmp_path: Path, mixed: Path, damaged: Path, prepare: Prepare, settings: dict[str, Any]
 ) -> None:
@@ -331,8 +331,6 @@ def test_npy_output_is_the_tokens_alone_and_documents_again(
     ("settings", "message"),
     [
         ({"workers": 0}, "workers"),
-        ({"min_length": -1}, "min_length"),
-        ({"min_length": 5, "max_length": 4}, "max_length"),
         ({"backend": "tokenizers"}, "backend"),
         ({"from_npy": True, "strict": True}, "strict"),
         ({"strict": True}, r"mixed\.jsonl:2: not JSON"),
