@@ -61,12 +61,10 @@ class Verb(Generic[Options]):
     """Whether it handles signals itself until its end."""
     removed: Mapping[str, str] = field(default_factory=dict)
     """Options of earlier versions, with their dashes, and the remedy for each."""
-    advice: Callable[[Sequence[str]], list[str]] = field(default=lambda _command_line: [])
-    """Returns further lines for a command line that the parser refuses."""
 
     def remedies(self, command_line: Sequence[str]) -> list[str]:
         """Return the remedies for a command line that the parser refuses."""
-        return [remedy for name, remedy in self.removed.items() if name in command_line] + self.advice(command_line)
+        return [remedy for name, remedy in self.removed.items() if name in command_line]
 
     def read(self, given: Mapping[str, Any], rest: Sequence[str], command_line: Sequence[str]) -> Options:
         """Return the options, with their defaults where the parser found nothing.

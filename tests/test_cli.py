@@ -61,18 +61,6 @@ def one_line(lines: list[str], *parts: str) -> None:
 # -- the command line
 
 
-def test_megatrons_arguments_in_place_of_a_configuration_are_answered(refused: Refused) -> None:
-    required, *others, remedy = refused("train", "--num-layers", "4", "--swiglu", "--norm-epsilon=1e-5", "--own", "1")
-    assert "required: --config" in required
-    assert others == [
-        "--num-layers is model.num_layers",
-        "--swiglu is not there, because every MLP is a SwiGLU; leave it out",
-        "--norm-epsilon is model.layernorm_epsilon (1e-6 by default, not 1e-5)",
-    ]
-    assert f"{PROGRAM} config --output run.yaml --from-megatron" in remedy
-    one_line(refused("train", "--own", "1"), "required: --config")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

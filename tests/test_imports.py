@@ -34,7 +34,7 @@ ROOMS = {
     "evaluate": "runtime data model checkpoint convert generate hf",
     "train": (
         "ops.matrices runtime data model plan.gradient_buffers plan.job plan.machines "
-        "plan.matrix_updates checkpoint convert.recognition convert.foreign_names "
+        "plan.matrix_updates checkpoint convert.recognition convert.megatron_names "
         "evaluate"
     ),
     "plan": "ops.matrices runtime data model checkpoint train",

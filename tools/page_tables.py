@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_fanformer import cli, markdown
 from megatron_fanformer.configuration import FieldDescription
-from megatron_fanformer.convert.foreign_names import MEGATRON_LM, ForeignName
+from megatron_fanformer.convert.megatron_names import COUNTERPARTS
 from megatron_fanformer.convert.name_table import EMBEDDING, FINAL_NORM, HEAD, Naming, Row, layer_row
 from megatron_fanformer.model.placements import HEAD_NORMS, PLACEMENTS, all_tensors
 from megatron_fanformer.train.config_reference import run_sections
@@ -29,7 +29,7 @@ def tables() -> dict[str, str]:
         "commands": _commands(),
         "tensors": _tensors(),
         **{f"fields of {section}": text for section, text in _fields().items()},
-        **{f"arguments of {group}": _arguments(rows) for group, rows in MEGATRON_LM.items()},
+        "arguments": _arguments(),
         "metrics": _metrics(is_health=False),
         "metrics of health": _metrics(is_health=True),
     }
@@ -99,26 +99,10 @@ def _metrics(*, is_health: bool) -> str:
     return markdown.table(["metric", "unit", "group", "meaning"], rows)
 
 
-def _arguments(rows: tuple[ForeignName, ...]) -> str:
-    """Return same names in a line, other names and differences in a table, arguments without a field in a list."""
-    same = [row for row in rows if row.field and not row.note and row.names == _argument(row.field)]
-    others = [[_names(row), f"`{row.field}`", row.note] for row in rows if row.field and row not in same]
-    missing = [f"- {_names(row)}: {row.note}" for row in rows if not row.field]
-    parts = [
-        f"The same name: {', '.join(f'`{row.field}`' for row in same)}." if same else "",
-        markdown.table(["Megatron-LM", "here", "difference"], others) if others else "",
-        "No setting:\n\n" + "\n".join(missing) if missing else "",
-    ]
-    return "\n\n".join(filter(None, parts))
-
-
-def _names(row: ForeignName) -> str:
-    return ", ".join(f"`{name}`" for name in row.names.split())
-
-
-def _argument(field: str) -> str:
-    """Return Megatron-LM's argument of a field's name."""
-    return "--" + field.rpartition(".")[2].replace("_", "-")
+def _arguments() -> str:
+    """Return Megatron-LM's arguments whose field has another name, and how it differs."""
+    rows = [[f"`--{name.replace('_', '-')}`", f"`{row.field}`", _cell(row.note)] for name, row in COUNTERPARTS.items()]
+    return markdown.table(["Megatron-LM", "here", "difference"], rows)
 
 
 def _tensors() -> str:

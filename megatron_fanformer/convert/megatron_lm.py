@@ -31,7 +31,7 @@ from megatron_fanformer.checkpoint.stored_files import (
     stored_parts,
 )
 from megatron_fanformer.configuration import read_values
-from megatron_fanformer.convert.foreign_names import DROPOUT, SPECS, Arguments, model_fields, model_problems
+from megatron_fanformer.convert.megatron_names import DROPOUT, SPECS, Arguments, model_fields, model_problems
 from megatron_fanformer.convert.name_table import fan_of_tensors, vocabulary_multiple
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.model.config import FANformerConfig

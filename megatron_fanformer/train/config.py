@@ -23,7 +23,7 @@ from megatron_fanformer.configuration import (
     read_overrides,
     read_values,
 )
-from megatron_fanformer.convert import foreign_names
+from megatron_fanformer.convert.megatron_names import COUNTERPARTS, plain
 from megatron_fanformer.convert.recognition import find_checkpoint
 from megatron_fanformer.data.config import DataConfig
 from megatron_fanformer.data.mixes import FIRST_MIX, first_step, step_problems
@@ -356,10 +356,11 @@ def _built(values: dict[str, Any]) -> RunConfig:
 
 
 def advice(name: str) -> str | None:
-    """Return the advice for a name that is not a field of RunConfig: another trainer's, or one of another section."""
-    plain = foreign_names.plain(name)
-    same = [field.name for field in described_fields(RunConfig) if field.name.rpartition(".")[2] == plain]
-    return f"did you mean {' or '.join(same)}?" if same else foreign_names.answer(plain)
+    """Return the advice for a name that is not a field of RunConfig: Megatron-LM's, or one of another section."""
+    same = [field.name for field in described_fields(RunConfig) if plain(field.name) == plain(name)]
+    if not same and (counterpart := COUNTERPARTS.get(plain(name))):
+        same = [str(counterpart)]
+    return f"did you mean {' or '.join(same)}?" if same else None
 
 
 # -- presets

@@ -1,13 +1,12 @@
 """The verbs `train` and `config`; imports nothing that is slow."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.options import ANY_FIELD, PROGRAM, Verb, command_line, option, overrides, path_or_none
+from megatron_fanformer.options import ANY_FIELD, Verb, command_line, option, overrides, path_or_none
 from megatron_fanformer.processes import ended_by_stop_signals
 from megatron_fanformer.runtime import device
 from megatron_fanformer.terminal import show
@@ -67,18 +66,6 @@ def train(options: TrainOptions) -> None:
             print_summary(run)
 
 
-def _without_config(command_line: Sequence[str]) -> list[str]:
-    """Return the answers to another trainer's arguments, given in place of a configuration."""
-    from megatron_fanformer.convert.foreign_names import answers
-
-    lines = [] if any(word.startswith("--config") for word in command_line) else answers(command_line)
-    remedy = (
-        f"a run is a YAML file here, and --section.field VALUE over it; {PROGRAM} config --output run.yaml "
-        "--from-megatron ARGUMENTS writes it from those of Megatron-LM"
-    )
-    return [*lines, remedy] if lines else []
-
-
 def config(options: ConfigOptions) -> None:
     """Run `config`."""
     from megatron_fanformer.train.config_reference import (
@@ -131,7 +118,6 @@ TRAIN = Verb(
     notes=ANY_FIELD,
     results_are_files=True,
     takes_signals=True,
-    advice=_without_config,
 )
 
 

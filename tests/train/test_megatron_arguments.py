@@ -18,21 +18,19 @@ import yaml
 
 from megatron_fanformer.cli import PROGRAM, main
 from megatron_fanformer.configuration import yaml_value
-from megatron_fanformer.convert.foreign_names import MEGATRON_LM
+from megatron_fanformer.convert.megatron_names import BY_HAND, CONVERTED, plain
 from megatron_fanformer.train import megatron_arguments
 from megatron_fanformer.train.config import config_from_dict, load_config
 from megatron_fanformer.train.megatron_arguments import (
-    BY_HAND,
-    CONVERSIONS,
+    CHOICES,
     DEFAULTS,
     FP8_DEFAULTS,
     MODEL_DEFAULTS,
+    SAME_NAMES,
     SET,
 )
 from tests.small_runs import ROOT, write_tokens
 from tests.stock_megatron import HAS_TRAINING
-
-NAMES = {name: row.field for rows in MEGATRON_LM.values() for row in rows for name in row.names.split()}
 
 SCRIPT = """#!/bin/bash
 GLOBAL_BATCH_SIZE=128
@@ -78,8 +76,7 @@ CONFIGURATION: dict[str, Any] = {
 }
 NOTES = {
     "FAN layers": ["model.fan.placement none is that Transformer; without it, it is the FANformer of the same size"],
-    "No setting here": ["--use-mcore-models: the model is always megatron-core's"],
-    "Unknown": ["--empty-unused-memory-level 1: not known here; `config` lists what there is"],
+    "Not carried over": ["--use-mcore-models: no field here", "--empty-unused-memory-level 1: no field here"],
     "To do before it trains": ["model.vocab_size is missing; it must be an integer"],
 }
 
@@ -174,10 +171,9 @@ def test_values_that_need_converting(arguments: str, section: str, expected: dic
 @pytest.mark.parametrize(
     ("arguments", "title", "note"),
     [
-        ("--disable-bias-linear", "Another model than there", "swiglu (--swiglu) is False, but every MLP is a SwiGLU"),
+        ("--disable-bias-linear", "Another model than there", "swiglu is False, but every MLP is a SwiGLU"),
         ("--normalization LayerNorm", "Another model than there", "'LayerNorm', but every norm is an RMSNorm"),
         ("--multi-latent-attention", "Another model than there", "is True, but attention is multi-head or grouped-q"),
-        ("--num-experts 8 --spec mine layers", "No setting here", "--num-experts 8: layers are dense"),
         ("--spec mine layers", "Another model than there", "--spec mine layers is code, and not read"),
         ("--num-layers 1:30", "Not carried over", 'model.num_layers is "1:30"; it must be an integer'),
         ("--train-iters 0x10", "Not carried over", 'training.train_iters is "0x10"; it must be an integer'),
@@ -186,13 +182,12 @@ def test_values_that_need_converting(arguments: str, section: str, expected: dic
         ("--lr-decay-style inverse-square-root", "Not carried over", "it must be one of cosine, linear, constant, WSD"),
         ("--train-samples 80 --rampup-batch-size 1 1 8 --global-batch-size 8", "Not carried over", "by one --global"),
         ("--seed 3 4", "Not carried over", "--seed 3 4: training.seed is [3, 4]; it must be an integer"),
-        ("--load there --save here", "Not carried over", "--load there: `convert` it, and state checkpoint.load"),
+        ("--load there --save here", "Not carried over", "--load there: checkpoint.load (after `convert`; weights"),
         ("--ddp-num-buckets 4", "Not carried over", "parallel.ddp_bucket_size (parameters per bucket"),
-        ("--fp16", "No setting here", "16-bit numbers are bf16"),
-        ("--tokenizer-type NullTokenizer --vocab-size 8", "No setting here", "has one id more than --vocab-size says"),
-        ("--num-expert 8", "Unknown", "--num-expert 8: not known here"),
+        ("--fp16", "Not carried over", "precision.dtype (bf16, which needs no loss scale) is for you to state"),
+        ("--num-expert 8", "Not carried over", "--num-expert 8: no field here"),
         ("--lr 1e-4", "To do before it trains", "data.train_data is empty; name token files"),
-        ("--title 'a\nseed: 3'", "Unknown", "--title a seed: 3: not known here"),
+        ("--title 'a\nseed: 3'", "Not carried over", "--title a seed: 3: no field here"),
     ],
 )
 def test_what_does_not_carry_over_is_listed(arguments: str, title: str, note: str) -> None:
@@ -205,9 +200,9 @@ def test_what_does_not_carry_over_is_listed(arguments: str, title: str, note: st
 # -- the tables
 
 
-def test_every_argument_of_the_tables_is_in_the_table_of_names() -> None:
-    assert {*BY_HAND, *SET, *DEFAULTS, *FP8_DEFAULTS, *CONVERSIONS} <= NAMES.keys()
-    assert all(NAMES[name] for name in (*BY_HAND, *DEFAULTS, *FP8_DEFAULTS, *CONVERSIONS))
+def test_every_converted_argument_has_a_field() -> None:
+    assert {*SET, *CHOICES} <= CONVERTED.keys()
+    assert not CONVERTED.keys() & BY_HAND.keys()
 
 
 @pytest.mark.full
@@ -217,8 +212,7 @@ def test_defaults_are_megatrons_own() -> None:
 
     with contextlib.redirect_stdout(io.StringIO()):
         parser = add_megatron_arguments(argparse.ArgumentParser())
-    default = {name: parser.get_default(name[2:].replace("-", "_")) for name in NAMES}
-    defaults = {name: value for name, (_, value) in {**DEFAULTS, **FP8_DEFAULTS}.items() if name != "--bf16"}
-    assert {name: default[name] for name in defaults} == defaults and default["--bf16"] is False
+    defaults = {plain(name): value for name, value in {**DEFAULTS, **FP8_DEFAULTS}.items() if name != "precision.dtype"}
+    assert {name: parser.get_default(name) for name in defaults} == defaults and defaults.keys() <= SAME_NAMES.keys()
     of_model = {name: parser.get_default(name) for name in MODEL_DEFAULTS}
     assert {**of_model, "norm_epsilon": 1e-5} == MODEL_DEFAULTS and of_model["norm_epsilon"] in (None, 1e-5)
