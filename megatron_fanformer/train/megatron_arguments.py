@@ -214,7 +214,7 @@ def _typed(field: str, words: list[str]) -> Any:
     return next((form for form in ([True] if not words else forms) if not _wrong(field, form)), forms[0])
 
 
-def _number(text: str) -> int | float | str:
+def _number(text: str) -> Any:
     """Return a value as argparse reads it: YAML's octal, hexadecimal and sexagesimal numbers are none there."""
     for kind in (int, float):
         with contextlib.suppress(ValueError):
