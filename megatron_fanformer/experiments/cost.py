@@ -21,7 +21,7 @@ from megatron_fanformer.hf import FANformerForCausalLM
 from megatron_fanformer.model.config import PRESETS, FANformerConfig
 from megatron_fanformer.pictures import drawn
 from megatron_fanformer.plan.job import forward_flops_per_token
-from megatron_fanformer.plan.simulation import MemoryTracker
+from megatron_fanformer.plan.live_tensors import MemoryTracker
 
 MIB = 2**20
 HALF_BYTES = 2

@@ -31,7 +31,7 @@ from megatron_fanformer.experiments.twins import (
 from megatron_fanformer.hf import FANformerForCausalLM
 from megatron_fanformer.model.config import PRESETS
 from megatron_fanformer.pictures import drawn
-from megatron_fanformer.plan.simulation import MemoryTracker
+from megatron_fanformer.plan.live_tensors import MemoryTracker
 from megatron_fanformer.runtime.device import resolve_device
 
 MIB = 2**20

@@ -179,12 +179,9 @@ def _seconds_on(machine: Machine, cell: Cell, gpus: int) -> float:
         InputError: the machine lacks a layout's GPUs or a number format.
     """
     from megatron_fanformer.plan.estimate import check_formats, for_machine, job_of, problems
-    from megatron_fanformer.plan.machines import known_machines
     from megatron_fanformer.plan.step_time import step_time
 
-    # As `plan`: a known machine is a GPU; a file may also describe the CPUs that a configuration asks for.
-    on_cpu = cell.config.runtime.device == "cpu" and machine not in known_machines().values()
-    config = for_machine(cell.config, machine, on_cpu=on_cpu)
+    config = for_machine(cell.config, machine)
     lines = problems(config, gpus)
     try:
         check_formats(config, machine)

@@ -17,7 +17,6 @@ from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import DivergenceError, InputError
 from megatron_fanformer.model.config import torch_dtype
 from megatron_fanformer.model.layouts import SINGLE, Layout, single_process
-from megatron_fanformer.parity.communication import LayoutCommunication, compare_communication
 from megatron_fanformer.parity.comparison import (
     FACTOR,
     KINDS,
@@ -39,10 +38,6 @@ from megatron_fanformer.train.config import RunConfig
 from megatron_fanformer.train.machine_rules import backend_problems, has_engine, kernel_problems, layer_problems
 
 REORDERED_RUNS = 3
-ENGINE_COUNTED = (
-    "--communication counts the local layers' collectives, and the layers here are Transformer Engine's; add "
-    "--transformer-impl local, and name no other in the layout"
-)
 COLUMNS = ("first loss", "outputs", "gradients", "losses", "weights")
 JOB_SECONDS = 600.0
 RANK_BYTES = 500 * 2**20  # a gloo rank of a small model has 380 MiB resident (torch 2.13, megatron-core 0.16.1)
@@ -93,17 +88,10 @@ class ParityResult:
 
     calibration: Calibration
     layouts: list[LayoutResult]
-    communication: list[LayoutCommunication]
-    """Communication of each layout, where requested."""
 
     def check(self) -> None:
         """Raise DivergenceError, a line for each layout that does not compute the same model."""
         different = [f"layout {layout.name}: {layout.verdict}" for layout in self.layouts if not layout.is_same]
-        different += [
-            f"layout {counted.name}: the bytes counted are not those of the formula"
-            for counted in self.communication
-            if not counted.agrees
-        ]
         if different:
             raise DivergenceError("\n".join(different))
 
@@ -142,7 +130,7 @@ def run_layouts(
     """
     with _started_pool(config, run, named) if pool is None else nullcontext(pool) as ranks:
         calibration = calibrate(config, run, list(named.values()), ranks, report)
-        return compare_layouts(calibration, named, ranks, report, communication=config.communication)
+        return compare_layouts(calibration, named, ranks, report)
 
 
 def _started_pool(config: ParityConfig, run: RunConfig, named: dict[str, Layout]) -> RankPool:
@@ -166,8 +154,6 @@ def _started_pool(config: ParityConfig, run: RunConfig, named: dict[str, Layout]
                 in_fp32=config.dtype == "fp32",
             ),
             *backend_problems(layout.parallel, layout.kernels, backend, device),
-            # The formula is not that of the Engine's layers, which split attention and pad buckets otherwise.
-            *([ENGINE_COUNTED] if config.communication and has_engine(layout.kernels) else ()),
         )
     ]
     if problems:
@@ -239,15 +225,13 @@ def compare_layouts(
     report: Callable[[str], None] = lambda _: None,
     *,
     trial_function: Callable[..., Trace] = run_trial,
-    communication: bool = False,
 ) -> ParityResult:
     """Run layouts that the calibration's small form suits, and compare them with it.
 
     Args:
         trial_function: what each rank runs; a test plants faults in it.
-        communication: whether to count what a step's collectives move, too.
     """
-    results, counted = [], []
+    results = []
     for name, layout in named.items():
         report(name)
         trial = dataclasses.replace(calibration.trial, kernels=layout.kernels)
@@ -263,10 +247,7 @@ def compare_layouts(
             findings = tuple(calibration.bounds.findings(compared))
             result = LayoutResult(name=name, ranks=ranks, differences=compared, findings=findings)
         results.append(result)
-        if communication and result.failure is None:
-            report(f"{name}, counting bytes")
-            counted.append(compare_communication(pool.run, trial, calibration.run, name, parallel))
-    return ParityResult(calibration=calibration, layouts=results, communication=counted)
+    return ParityResult(calibration=calibration, layouts=results)
 
 
 # -- reports
@@ -298,8 +279,6 @@ def report_lines(result: ParityResult) -> Iterator[str]:
         f"A bound is {FACTOR:g} times what {REORDERED_RUNS} single-process runs with every sum reordered"
         f"{'' if trial.dtype == 'fp32' else ', and one in fp32,'} showed."
     )
-    for counted in result.communication:
-        yield from counted.lines(trial.dtype)
 
 
 def _largest(differences: Differences) -> list[float]:
@@ -343,7 +322,6 @@ def as_values(result: ParityResult, config_file: str) -> dict[str, Any]:
         "noise_runs": [_differences(noise) for noise in result.calibration.noise],
         "bounds": {"losses": bounds.losses, **bounds.tensors},
         "layouts": [_layout(layout) for layout in result.layouts],
-        "communication": [counted.as_values() for counted in result.communication],
         "same": all(layout.is_same for layout in result.layouts),
     }
 

@@ -35,8 +35,6 @@ class ParityConfig:
     transformer_impl: TransformerImpl = option("auto", metavar="LAYERS")
     """Implementation of the layers: local (megatron-core's and torch's), transformer_engine, or auto: Transformer
     Engine's if it can be imported."""
-    communication: bool = False
-    """Count the bytes that a step's collectives move, too (with local layers)."""
     report: Path | None = option(None, metavar="FILE", parse=path_or_none)
     """Write everything as JSON."""
     overrides: tuple[str, ...] = overrides()
@@ -110,7 +108,8 @@ PARITY = Verb(
     before=_before,
     examples=(
         "parity --config examples/tiny-cpu.yaml\n--layouts tp=2 pp=2",
-        "parity --config run.yaml --layouts tp=2,sp=true\n--communication --transformer-impl local",
+        "parity --config run.yaml --layouts tp=2,sp=true\n--dtype bf16 --transformer-impl local",
     ),
     notes=ANY_FIELD,
+    removed={"--communication": "plan --report has the bytes of a layout's collectives, by formula"},
 )

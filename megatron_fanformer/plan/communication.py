@@ -1,17 +1,15 @@
 """The bytes that the collectives of one training step move, by formula, for layers of the local spec.
 
-A test counts them on real ranks (`runtime.collectives`), with megatron-core 0.16.1 and 0.19.2, and finds exactly these.
-They are of a step in the course of training: 0.19 has one more all-reduce of 4 bytes in a run's first step. The bytes
-of a collective are those of its whole tensor: the sum of a reduction, the output of an all-gather, the input of a
-reduce-scatter or an all-to-all.
+A test counts them on real ranks, with megatron-core 0.16.1 and 0.19.2, and finds exactly these. They are of a step in
+the course of training: 0.19 has one more all-reduce of 4 bytes in a run's first step. The bytes of a collective are
+those of its whole tensor: the sum of a reduction, the output of an all-gather, the input of a reduce-scatter or an
+all-to-all.
 
 Column parallel maps read an input that all tensor parallel ranks need, row parallel maps make one that is a sum over
 them; sequence parallelism shards both along the sequence. `job` has the legend of shapes.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Iterator
 
 from megatron_fanformer.plan.gradient_buffers import Chunk, Weight, chunks, gradient_buffer, limits_buckets, weights
 from megatron_fanformer.plan.job import Job
@@ -28,25 +26,7 @@ WORD_BYTES, SAMPLE_STATUS_WORDS, SAMPLE_WORDS = 8, 1, 3
 ACTIVATIONS, PRE_ACTIVATION = "activations", "FAN pre-activation"
 
 
-@dataclass(frozen=True, kw_only=True)
-class CommunicationLine:
-    """Sum of one rank's collectives of one purpose in a job."""
-
-    group: str
-    """Name of the group: tp, cp, tp_cp (both), pp, dp_cp (replicas and context parallel ranks), tp_dp_cp (these and
-    tp), mp (tp and pp), embd (first and last stage), intra_dp_cp and intra_dist_opt (of dp_cp and of all ranks,
-    those that share the optimizer's state), inter_dist_opt (those with the same part of it) or world (all ranks)."""
-    kind: str
-    """Kind of collective: all-reduce, all-gather, reduce-scatter, all-to-all, broadcast or send."""
-    purpose: str
-    ranks: int
-    """Ranks of the group."""
-    calls: int
-    message_bytes: int
-    """Bytes of all calls together."""
-
-
-def communication(job: Job, stage: int, rank: int = 0) -> list[CommunicationLine]:
+def communication(job: Job, stage: int, rank: int = 0) -> list[Term]:
     """Return the communication of a rank of a pipeline stage in one training step, by purpose.
 
     All of its ranks do alike, but for the matrices that each owns (`matrix_updates`). A group of one rank moves
@@ -58,46 +38,50 @@ def communication(job: Job, stage: int, rank: int = 0) -> list[CommunicationLine
     Raises:
         ValueError: the layers do not divide evenly over the stages.
     """
-    sizes = job.group_sizes(stage)
-    sums: dict[tuple[str, str, str], Total] = {}
-    for *key, message_bytes, calls in _terms(job, stage, rank):
-        group, kind, purpose = map(str, key)
-        if sizes[group] > 1 and calls:
-            sums[group, kind, purpose] = sums.get((group, kind, purpose), Total(0, 0)).plus(calls, message_bytes)
-    return [
-        CommunicationLine(group=group, kind=kind, purpose=purpose, ranks=sizes[group], **total._asdict())
-        for (group, kind, purpose), total in sums.items()
-    ]
+    sizes, sums = job.group_sizes(stage), dict[tuple[str, str, str], Term]()
+    for term in _terms(job, stage, rank):
+        if sizes[term.group] > 1 and term.calls:
+            key = term.group, term.kind, term.purpose
+            so_far = sums.get(key, Term(*key, 0, 0))
+            sums[key] = Term(*key, so_far.message_bytes + term.message_bytes, so_far.calls + term.calls)
+    return list(sums.values())
 
 
 def _terms(job: Job, stage: int, rank: int) -> Iterator[Term]:
-    chunk_weights = [
-        (chunk, weights(job.model, job.parallel, chunk)) for chunk in chunks(job.model, job.parallel, stage)
-    ]
-    yield from _sample_terms(job, stage)
-    for chunk, _ in chunk_weights:
-        for term in _chunk_terms(job, chunk):
-            yield term.times(job.num_micro_batches)
-    yield from _pipeline_terms(job, stage)
-    for chunk, held in chunk_weights:
-        yield from _replica_terms(job, stage, chunk, held)
-    yield from _replicated_weight_terms(job, [weight for _, held in chunk_weights for weight in held])
-    yield from MatrixUpdates(job, stage).terms(rank)
-    yield from _scalar_terms(job)
-
-
-# -- a micro batch
-
-
-def _sample_terms(job: Job, stage: int) -> Iterator[Term]:
-    """Yield the broadcasts of micro batches from the rank that reads them, between hosts where the ranks have GPUs.
-
-    Stages between the ends read none, unless for the bounds of documents.
-    """
+    parallel = job.parallel
+    chunk_weights = [(chunk, weights(job.model, parallel, chunk)) for chunk in chunks(job.model, parallel, stage)]
+    # Samples come from the rank that reads them, between hosts where the ranks have GPUs. Stages between the ends read
+    # none, unless for the bounds of documents.
     if stage in (0, job.stages - 1) or job.has_document_ids:
         tokens = job.micro_batch_size * job.model.seq_length
         words = SAMPLE_STATUS_WORDS + SAMPLE_WORDS * tokens + -(-(1 + job.has_document_ids) * tokens // 2)
         yield Term("tp_cp", "broadcast", "samples", words * WORD_BYTES).times(job.num_micro_batches)
+    for chunk, _ in chunk_weights:
+        for term in _chunk_terms(job, chunk):
+            yield term.times(job.num_micro_batches)
+    if job.stages > 1:
+        yield from _pipeline_terms(job, stage)
+    for chunk, held in chunk_weights:
+        yield from _replica_terms(job, stage, chunk, held)
+    held = [weight for _, held in chunk_weights for weight in held]
+    # Of norms and the FAN map of the `sequence` form each rank saw its part of the sequence; of norms of heads, its
+    # heads.
+    if elements := sum(weight.elements for weight in held if weight.is_partial):
+        yield Term("tp", "all-reduce", "gradients of replicated weights", elements * job.gradient_bytes)
+    for weight in held:
+        if weight.is_shared:
+            yield Term("embd", "all-reduce", "tied embedding gradients", weight.elements * job.gradient_bytes)
+    yield from MatrixUpdates(job, stage).terms(rank)
+    norm_group = "intra_dist_opt" if parallel.use_distributed_optimizer else "mp"
+    yield Term(norm_group, "all-reduce", "gradient norm", NORM_BYTES)
+    if job.group_sizes(0)[norm_group] < job.world_size:  # unless `recovery` judges no steps
+        yield Term("world", "all-reduce", "gradient norm", JUDGED_NORM_BYTES)
+    yield Term("world", "all-reduce", "loss report", REPORT_BYTES)
+    yield Term("pp", "broadcast", "token count", TOKEN_COUNT_BYTES)
+    yield Term("dp_cp", "all-reduce", "token count", TOKEN_COUNT_BYTES)
+
+
+# -- a micro batch
 
 
 def _chunk_terms(job: Job, chunk: Chunk) -> Iterator[Term]:
@@ -107,11 +91,8 @@ def _chunk_terms(job: Job, chunk: Chunk) -> Iterator[Term]:
         yield term.times(chunk.layers)
     for term in recomputed(job):
         yield term.times(recomputed_layers(job, chunk.layers))
-    if chunk.has_head:
-        yield from _head_terms(job)
-
-
-def _head_terms(job: Job) -> Iterator[Term]:
+    if not chunk.has_head:
+        return
     yield from _gather(job)
     # Of each token: its largest logit, its label's and the sum of exponentials, each of a shard of the vocabulary.
     statistics = Term("tp", "all-reduce", "vocabulary cross entropy", job.tokens * LOGIT_STATISTIC_BYTES).times(3)
@@ -127,13 +108,7 @@ def _head_terms(job: Job) -> Iterator[Term]:
 
 def layer_forward(job: Job) -> Iterator[Term]:
     """Yield the collectives of one layer's forward."""
-    yield from _gather(job)
-    for kind, _, purpose, message_bytes in _before_heads(job):
-        yield Term("tp", kind, purpose, message_bytes)
-    yield from _heads_of_part(job)
-    yield from _core_attention(job)
-    yield from _sum(job)
-    yield from _mlp(job)
+    yield from (*_gather(job), *_before_heads(job), *_core_attention(job), *_sum(job), *_mlp(job))
 
 
 def layer_backward(job: Job) -> Iterator[Term]:
@@ -142,9 +117,8 @@ def layer_backward(job: Job) -> Iterator[Term]:
     The gradient of a gathered input is summed over the ranks, and the input, of which a part was kept, gathered again.
     """
     yield from (*_gather(job), *_sum(job))
-    for _, kind, purpose, message_bytes in _before_heads(job):
-        yield Term("tp", kind, purpose, message_bytes)
-    yield from _heads_of_part(job)
+    for term in _before_heads(job):
+        yield term._replace(kind="reduce-scatter") if term.kind == "all-gather" else term
     if job.parallel.exchanges_heads or job.gathers_twice:
         yield from _core_attention(job)
     if not job.parallel.exchanges_heads:
@@ -171,27 +145,22 @@ def recomputed_layers(job: Job, layers: int) -> int:
     return min(layers, job.parallel.recompute_num_layers or 0) if job.parallel.recompute_method == "block" else layers
 
 
-def _before_heads(job: Job) -> Iterator[tuple[str, str, str, int]]:
-    """Yield the exchanges of tensor parallel ranks for their heads: kind in forward, in backward, purpose and bytes."""
+def _before_heads(job: Job) -> Iterator[Term]:
+    """Yield the exchanges for a rank's heads, in forward; in backward an all-gather is a reduce-scatter."""
     model = job.model
     if job.has_column_fan:
         # p | g of all ranks, k wide, in place of X_F; QKV, whose input is then whole, neither gathers nor sums.
-        yield "all-gather", "reduce-scatter", PRE_ACTIVATION, job.activation_bytes * model.fan_rows
+        yield Term("tp", "all-gather", PRE_ACTIVATION, job.activation_bytes * model.fan_rows)
     elif model.placement.has_own_values:
         # A rank made all values of its part of the sequence, [c / T, b, v], and needs its heads' of the whole.
         values_bytes = job.activation_bytes // job.tensor_ranks * model.value_size
-        yield "all-to-all", "all-to-all", "values, from tokens to heads", values_bytes
+        yield Term("tp", "all-to-all", "values, from tokens to heads", values_bytes)
     if model.query_groups < job.tensor_ranks:
         # Megatron gathers the whole output of QKV, and each rank takes its heads out of it.
-        yield "all-gather", "reduce-scatter", "QKV of shared groups", job.activation_bytes * model.qkv_rows
-
-
-def _heads_of_part(job: Job) -> Iterator[Term]:
-    """Yield the exchange of queries, keys and values of a part of the sequence, [c, b, (n + 2 g) / T, d], for a part of
-    the heads of the whole; their gradients go back.
-    """
+        yield Term("tp", "all-gather", "QKV of shared groups", job.activation_bytes * model.qkv_rows)
     if job.parallel.exchanges_heads:
-        heads = job.model.num_attention_heads + 2 * job.model.query_groups
+        # Queries, keys and values of a part of the sequence, [c, b, (n + 2 g) / T, d], for a part of the heads.
+        heads = model.num_attention_heads + 2 * model.query_groups
         yield Term("cp", "all-to-all", "heads of queries, keys and values", _heads_bytes(job, heads))
 
 
@@ -203,12 +172,12 @@ def _core_attention(job: Job) -> Iterator[Term]:
 
 
 def _heads_bytes(job: Job, heads: int) -> int:
-    """Return the bytes of one rank's share of so many heads, [c, b, heads / T, d]."""
+    """Return the bytes of [c, b, heads / T, d]."""
     return job.activation_bytes * heads // job.tensor_ranks * job.model.kv_channels
 
 
 def _keys_and_values_bytes(job: Job) -> int:
-    """Return the bytes of one rank's keys and values of the whole sequence, [s, b, heads, 2 d]."""
+    """Return the bytes of [s, b, heads, 2 d], of one rank's heads."""
     model = job.model
     heads = max(1, model.query_groups // job.tensor_ranks)
     return job.micro_batch_size * model.seq_length * heads * 2 * model.kv_channels * job.element_bytes
@@ -238,8 +207,6 @@ def _sum_gradient(job: Job, message_bytes: int | None = None) -> Iterator[Term]:
 
 def _pipeline_terms(job: Job, stage: int) -> Iterator[Term]:
     """Yield the sends of every chunk's output to the next one, and of every input gradient back."""
-    if job.stages == 1:
-        return
     parallel, micro_batches = job.parallel, job.num_micro_batches
     sends = parallel.virtual_stages * micro_batches
     # The interleaved schedule does not batch its exchanges; with two stages megatron-core then has the second one send
@@ -250,9 +217,6 @@ def _pipeline_terms(job: Job, stage: int) -> Iterator[Term]:
     yield forward.times(sends - (stage == job.stages - 1) * micro_batches)
     backward = Term(group, "send", "pipeline gradients", job.boundary_bytes)
     yield backward.times(sends - (stage == 0) * micro_batches)
-
-
-# -- a step
 
 
 def _replica_terms(job: Job, stage: int, chunk: Chunk, held: list[Weight]) -> Iterator[Term]:
@@ -270,65 +234,3 @@ def _replica_terms(job: Job, stage: int, chunk: Chunk, held: list[Weight]) -> It
         part = elements // job.state_ranks
         yield Term("inter_dist_opt", "all-reduce", "gradients", part * job.gradient_bytes, calls)
         yield Term(job.state_group, "all-gather", "weights", elements * job.element_bytes, calls)
-
-
-def _replicated_weight_terms(job: Job, held: list[Weight]) -> Iterator[Term]:
-    """Yield the all-reduces of weights that are replicated over tensor parallel or embedding ranks."""
-    # Of norms and the FAN map of the `sequence` form each rank saw its part of the sequence; of norms of heads, its
-    # heads.
-    if elements := sum(weight.elements for weight in held if weight.is_partial):
-        yield Term("tp", "all-reduce", "gradients of replicated weights", elements * job.gradient_bytes)
-    for weight in held:
-        if weight.is_shared:
-            yield Term("embd", "all-reduce", "tied embedding gradients", weight.elements * job.gradient_bytes)
-
-
-def _scalar_terms(job: Job) -> Iterator[Term]:
-    norm_group = "intra_dist_opt" if job.parallel.use_distributed_optimizer else "mp"
-    yield Term(norm_group, "all-reduce", "gradient norm", NORM_BYTES)
-    if job.group_sizes(0)[norm_group] < job.world_size:  # unless `recovery` judges no steps
-        yield Term("world", "all-reduce", "gradient norm", JUDGED_NORM_BYTES)
-    yield Term("world", "all-reduce", "loss report", REPORT_BYTES)
-    yield Term("pp", "broadcast", "token count", TOKEN_COUNT_BYTES)
-    yield Term("dp_cp", "all-reduce", "token count", TOKEN_COUNT_BYTES)
-
-
-# -- compared with a count
-
-
-Lines = Iterable[Any]
-"""Lines of the formula, or of a count (`runtime.collectives`): both have group, kind, calls and message_bytes."""
-
-
-class Total(NamedTuple):
-    """The total of some collectives."""
-
-    calls: int
-    message_bytes: int
-
-    def plus(self, calls: int, message_bytes: int) -> "Total":
-        """Return the total with some more."""
-        return Total(self.calls + calls, self.message_bytes + message_bytes)
-
-
-def totals(lines: Lines) -> dict[tuple[str, str], Total]:
-    """Return the totals by group and kind."""
-    sums: dict[tuple[str, str], Total] = {}
-    for line in lines:
-        key = line.group, line.kind
-        sums[key] = sums.get(key, Total(0, 0)).plus(line.calls, line.message_bytes)
-    return sums
-
-
-def side_by_side(models: Mapping[str, tuple[Lines, Lines]]) -> dict[tuple[str, str], list[tuple[Total, Total]]]:
-    """Return by group and kind, for each model in the order given, the total counted and that of the formula.
-
-    Args:
-        models: name -> (counted lines, formula lines), of one rank or of several together.
-    """
-    summed = [tuple(map(totals, lines)) for lines in models.values()]
-    keys = sorted({key for pair in summed for of_lines in pair for key in of_lines})
-    nothing = Total(0, 0)
-    return {
-        key: [(counted.get(key, nothing), formula.get(key, nothing)) for counted, formula in summed] for key in keys
-    }

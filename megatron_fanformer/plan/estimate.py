@@ -4,22 +4,19 @@ A configuration is judged as `train` would on GPUs of that kind, with the same r
 """
 
 import dataclasses
-import math
 from dataclasses import dataclass
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.plan.gradient_buffers import Chunk, state_bytes, weights
 from megatron_fanformer.plan.job import Job, Layers
-from megatron_fanformer.plan.machines import Machine
+from megatron_fanformer.plan.machines import Machine, known_machines
 from megatron_fanformer.plan.memory import MAIN_WEIGHT_BYTES, RankMemory, rank_memory, reserve_bytes
 from megatron_fanformer.plan.step_time import StepTime, step_time
-from megatron_fanformer.plan.verb import PlanOptions
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.train.config import RunConfig
 from megatron_fanformer.train.machine_rules import layer_problems
 
 GIB = 2**30
-SECONDS_PER_HOUR, HOURS_PER_DAY = 3600, 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +30,17 @@ class Estimate:
     machine: Machine
     stages: tuple[RankMemory, ...]
     """The memory of a rank of each pipeline stage."""
-    reserve_bytes: int
-    """Bytes held beside allocated tensors, on the heaviest stage."""
     time: StepTime
 
     @property
     def heaviest(self) -> RankMemory:
         """Return the stage that needs most."""
         return max(self.stages, key=lambda stage: stage.total_bytes)
+
+    @property
+    def reserve_bytes(self) -> int:
+        """Return the bytes held beside allocated tensors, on the heaviest stage."""
+        return reserve_bytes(self.job, self.heaviest.total_bytes)
 
     @property
     def needed_bytes(self) -> int:
@@ -63,12 +63,15 @@ class Estimate:
         )
 
 
-def for_machine(config: RunConfig, machine: Machine, *, on_cpu: bool) -> RunConfig:
-    """Return the configuration with its open fields chosen for a machine; but overlap depends on the layout."""
-    engine: Layers = "local" if on_cpu else "transformer_engine"
+def for_machine(config: RunConfig, machine: Machine) -> RunConfig:
+    """Return the configuration with its open fields chosen for a machine; but overlap depends on the layout.
+
+    A known machine is a GPU; a file may also describe the CPUs that a configuration asks for.
+    """
+    on_cpu = config.runtime.device == "cpu" and machine not in known_machines().values()
     kernels, precision = config.kernels, config.precision
     if kernels.transformer_impl == "auto":
-        kernels = dataclasses.replace(kernels, transformer_impl=engine)
+        kernels = dataclasses.replace(kernels, transformer_impl="local" if on_cpu else "transformer_engine")
     if kernels.gradient_accumulation_fusion is None:
         fuses = kernels.transformer_impl == "transformer_engine"
         kernels = dataclasses.replace(kernels, gradient_accumulation_fusion=fuses)
@@ -80,14 +83,10 @@ def for_machine(config: RunConfig, machine: Machine, *, on_cpu: bool) -> RunConf
 
 
 def check_formats(config: RunConfig, machine: Machine) -> None:
-    """Check that a machine has the number formats and the recipe of a configuration of `for_machine`.
-
-    Raises:
-        InputError: it does not.
-    """
-    for number_format in (config.precision.dtype, *(["fp8"] if config.precision.fp8 else [])):
-        machine.flops_per_second(number_format)  # refused if it has none
+    """Raise InputError unless a machine has the number formats and the recipe of a configuration of `for_machine`."""
+    machine.flops_per_second(config.precision.dtype)
     if config.precision.fp8:
+        machine.flops_per_second("fp8")
         machine.check_recipe(config.precision.fp8_recipe)
 
 
@@ -124,39 +123,11 @@ def job_of(config: RunConfig, gpus: int) -> Job:
     return dataclasses.replace(config, parallel=parallel).job(replicas, layers=layers, on_cpu=on_cpu)
 
 
-def estimate(name: str, config: RunConfig, job: Job, machine: Machine, time: StepTime | None = None) -> Estimate:
-    """Return the memory and time of a job.
-
-    Args:
-        time: its time, where it is known already.
-    """
-    stages = tuple(rank_memory(job, stage) for stage in range(job.parallel.pipeline_model_parallel_size))
-    return Estimate(
-        name=name,
-        config=config,
-        job=job,
-        machine=machine,
-        stages=stages,
-        reserve_bytes=reserve_bytes(job, max(stage.total_bytes for stage in stages)),
-        time=time or step_time(job, machine),
-    )
-
-
-# -- the whole run
-
-
-def cost(estimate: Estimate, tokens: int) -> dict[str, float]:
-    """Return the days and GPU hours of training on that many tokens, by steps alone; as uncertain as a step's time."""
-    hours = tokens / estimate.time.tokens_per_second / SECONDS_PER_HOUR
-    return {"days": hours / HOURS_PER_DAY, "gpu_hours": hours * estimate.job.world_size}
-
-
-def storage(estimate: Estimate, steps: int) -> dict[str, int]:
-    """Return the bytes of a checkpoint, how many are saved and kept, and the disk at its fullest, one being written."""
-    checkpoint, size = estimate.config.checkpoint, checkpoint_bytes(estimate.job)
-    saves = -(-steps // (checkpoint.save_interval or steps))  # the last step is saved anyhow
-    kept = min(saves, checkpoint.keep or saves)
-    return {"checkpoint_bytes": size, "saves": saves, "kept": kept, "disk_bytes": size * min(saves, kept + 1)}
+def estimate(name: str, config: RunConfig, gpus: int, machine: Machine) -> Estimate:
+    """Return the memory and time of a legal configuration of `for_machine`."""
+    job = job_of(config, gpus)
+    stages = tuple(rank_memory(job, stage) for stage in range(job.stages))
+    return Estimate(name=name, config=config, job=job, machine=machine, stages=stages, time=step_time(job, machine))
 
 
 def checkpoint_bytes(job: Job) -> int:
@@ -166,22 +137,3 @@ def checkpoint_bytes(job: Job) -> int:
     elements = [weight.elements for weight in held]
     main = 0 if job.precision.dtype == "fp32" else MAIN_WEIGHT_BYTES
     return sum(elements) * (job.element_bytes + main) + state_bytes(held, elements, job.optimizer)
-
-
-def goodput(estimate: Estimate, steps: int, options: PlanOptions) -> dict[str, float] | None:
-    """Return a save's seconds, the steps between saves that cost least (Young and Daly), and the share of the time that
-    trains, with failures at a constant rate (Daly 2006, equation 13); None where no rate of saves is known.
-
-    Saves in the background are counted as free; the cheapest interval is then the least in which one is written.
-    """
-    if not options.save_rate:
-        return None
-    held, step, is_async = storage(estimate, steps), estimate.time.seconds, estimate.config.checkpoint.async_save
-    writing = held["checkpoint_bytes"] / (options.save_rate * 10**9)
-    trained, waiting = steps * step / held["saves"], 0.0 if is_async else writing
-    between = options.failure_hours * SECONDS_PER_HOUR / estimate.job.world_size  # two failures of the whole run
-    restart = 60 * options.restart_minutes + writing
-    best = writing if is_async else math.sqrt(2 * writing * between) - writing
-    lasts = (trained + waiting) / between
-    share = trained / between * math.exp(-lasts - restart / between) / -math.expm1(-lasts)
-    return {"save_seconds": writing, "best_interval_steps": max(1, math.ceil(best / step)), "share": share}

@@ -7,22 +7,12 @@ from pathlib import Path
 
 from megatron_fanformer.options import ANY_FIELD, Verb, count, option, overrides, path_or_none
 
-ALL_STAGES = "all-stages"
-GPU_HOURS_PER_FAILURE = 50_700.0  # 419 unexpected interruptions in 54 days on 16,384 H100 (Llama 3, section 3.3.4)
-RESTART_MINUTES = 10.0  # an assumption: a silent rank is noticed after minutes, and a new job waits for its nodes
-
 
 def count_of_gpus(text: str) -> int:
     """Read an option that is a number of GPUs."""
     if not text.isdecimal() or not 1 <= int(text) <= 10**7:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of GPUs; it must be an integer from 1 to 10000000")
     return int(text)
-
-
-def _rank(text: str) -> int | str:
-    if text != ALL_STAGES and not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a rank; name ranks by their numbers, or {ALL_STAGES}")
-    return text if text == ALL_STAGES else int(text)
 
 
 def _above_zero(text: str) -> float:
@@ -49,22 +39,12 @@ class PlanOptions:
     """Layouts to judge, such as tp=8,pp=4 or "cp=2,mbs=1,recompute=full", over the configuration's own."""
     search: bool = option(False, exclusive="candidates")
     """Find the fastest of all layouts that are legal and fit."""
-    simulate: tuple[int | str, ...] = option((), metavar="RANK", parse=_rank)
-    """Run a step of these ranks under fake tensors; all-stages: of one rank of each pipeline stage."""
     tokens: int | None = option(None, parse=count)
     """Tokens to train on, e.g. 1T, 300B, 15M (default: those of the configuration's steps)"""
     price: float | None = option(None, metavar="P", parse=_above_zero)
     """Price of a GPU hour, in any currency."""
-    save_rate: float | None = option(None, metavar="GB/S", parse=_above_zero)
-    """Rate at which all GPUs together write checkpoints; then saves and failures are part of the run's time."""
-    failure_hours: float = option(GPU_HOURS_PER_FAILURE, metavar="H", parse=_above_zero)
-    """Hours of one GPU between two failures, each of which ends the run; Llama 3 405B's unless stated."""
-    restart_minutes: float = option(RESTART_MINUTES, metavar="M", parse=_above_zero)
-    """Minutes from a failure to the next step, without loading the checkpoint."""
     report: Path | None = option(None, metavar="FILE.json", parse=path_or_none)
     """Write everything as JSON."""
-    write: Path | None = option(None, metavar="FILE.yaml", parse=path_or_none)
-    """Write the layout as lines of a configuration; the file must not exist."""
     overrides: tuple[str, ...] = overrides()
 
 
@@ -78,4 +58,9 @@ PLAN = Verb(
         "plan --config run.yaml --gpus 64 --gpu a100\n--layouts tp=4 tp=2,pp=2",
     ),
     notes=ANY_FIELD,
+    removed={
+        "--simulate": "tests/plan compares the formulas with the trainer's own code",
+        "--write": "copy the layout's lines from the output",
+        **dict.fromkeys(("--save-rate", "--failure-hours", "--restart-minutes"), "plan's time is that of steps alone"),
+    },
 )

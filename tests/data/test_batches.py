@@ -20,9 +20,9 @@ from torch import Tensor
 from megatron_fanformer.data.batches import _raised, micro_batches, shared_batches
 from megatron_fanformer.errors import CorruptError, FanformerError
 from megatron_fanformer.processes import manual_gc
-from megatron_fanformer.runtime.collectives import count_collectives
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.parallel import for_host_tensors, rank_grid
+from tests.plan.collectives import count_collectives
 
 RunOnRanks = Callable[..., list[Any]]
 

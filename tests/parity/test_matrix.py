@@ -159,11 +159,11 @@ def test_layouts_of_a_configuration(
 def test_muon_norms_of_heads_and_z_loss_for_two_steps(
     long_pool: RankPool, tmp_path: Path, layouts: tuple[str, ...]
 ) -> None:
-    """The norms' gradients are sums over the heads of all ranks; bytes as by formula."""
+    """The norms' gradients are sums over the heads of all ranks."""
     model = {**MODEL, "qk_layernorm": True, "num_query_groups": 8}
     training = {"run_dir": str(tmp_path), "train_iters": 10, "global_batch_size": 32, "z_loss_coefficient": 1e-2}
     file = write_config(tmp_path, model=model, training=training, optimizer=MUON)
-    assert_close(compare(long_pool, file, *layouts, steps=2, communication=True))
+    assert_close(compare(long_pool, file, *layouts, steps=2))
 
 
 @pytest.mark.full
@@ -187,7 +187,7 @@ def test_every_layout_for_a_hundred_steps(long_pool: RankPool, tmp_path: Path, l
 
 @pytest.mark.full  # within documents each run has one
 def test_heads_for_parts_of_the_sequence(long_pool: RankPool, tmp_path: Path) -> None:
-    assert_close(compare(long_pool, write_config(tmp_path), *BY_HEADS, steps=2, communication=True))
+    assert_close(compare(long_pool, write_config(tmp_path), *BY_HEADS, steps=2))
 
 
 @pytest.mark.full

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_fanformer.errors import DivergenceError, InputError
+from megatron_fanformer.errors import DivergenceError
 from megatron_fanformer.parity.run import ParityResult, as_json, as_values, calibrate, compare_layouts, run_layouts
 from megatron_fanformer.parity.verb import ParityConfig, read_layouts
-from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.rank_pool import RankPool
 from tests.parity.faults import FAULTS, Fault, faulty_trial
 
@@ -104,16 +103,3 @@ def test_layouts_without_a_fault_are_the_same(comparison: Comparison) -> None:
     values = as_values(result, "config.yaml")
     assert values["same"]
     assert json.loads(as_json(result, "config.yaml")) == values
-
-
-def test_collectives_of_the_engines_layers_are_not_held_to_the_local_formula(
-    config_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Refused before any rank starts."""
-    monkeypatch.setattr(devices, "has_transformer_engine", lambda: True)
-    with pytest.raises(InputError) as refused:
-        compare(None, config_file, "tp=2", "tp=2,transformer_impl=local", communication=True)
-    assert str(refused.value) == (
-        "layout 'tp=2': --communication counts the local layers' collectives, and the layers here are Transformer "
-        "Engine's; add --transformer-impl local, and name no other in the layout"
-    )

@@ -1,5 +1,5 @@
 """Estimates of a run: memory and time against runs of this project on a GPU, of which no constant was fitted to;
-checkpoints against one that the trainer wrote; goodput against failures drawn at random.
+checkpoints against one that the trainer wrote.
 
 The GPU was one NVIDIA H100 80GB HBM3, 2026-11-23: torch 2.11 (CUDA 13.0), megatron-core 0.19.2, Transformer Engine
 2.20.2; samples of 2,048 tokens, one micro batch a step, distributed optimizer. Memory is the most that torch allocated
@@ -8,7 +8,6 @@ over four steps, the time the median of four times four steps.
 
 import dataclasses
 import math
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,23 +15,12 @@ from typing import Any
 import pytest
 
 from megatron_fanformer.model.config import PRESETS, as_transformer
-from megatron_fanformer.plan.estimate import (
-    SECONDS_PER_HOUR,
-    Estimate,
-    checkpoint_bytes,
-    estimate,
-    for_machine,
-    goodput,
-    job_of,
-    storage,
-)
+from megatron_fanformer.plan.estimate import checkpoint_bytes, for_machine, job_of
 from megatron_fanformer.plan.job import Job
 from megatron_fanformer.plan.machines import load_machine
 from megatron_fanformer.plan.memory import rank_memory
 from megatron_fanformer.plan.step_time import step_time
-from megatron_fanformer.plan.verb import PlanOptions
 from megatron_fanformer.train.config import config_from_dict
-from tests.plan.runs import small_config
 from tests.small_runs import small_run, train, write_tokens
 
 FP8 = {"fp8": "hybrid"}
@@ -65,7 +53,7 @@ def measured_job(model: str, micro_batch: int, precision: dict[str, Any]) -> Job
             "global_batch_size": micro_batch,
         },
     }
-    return job_of(for_machine(config_from_dict(values), load_machine("h100"), on_cpu=False), 1)
+    return job_of(for_machine(config_from_dict(values), load_machine("h100")), 1)
 
 
 @pytest.mark.parametrize(("model", "micro_batch", "precision", "allocated"), MEMORY)
@@ -80,18 +68,9 @@ def test_time(precision: dict[str, Any], seconds: float) -> None:
     assert predicted == pytest.approx(seconds, rel=0.13)  # tensorwise FP8 is 12.2% too short, the others 4% and 7%
 
 
-# -- beyond the steps
+# -- a checkpoint
 
 RunOnRanks = Callable[..., list[Any]]
-GPUS = 8
-
-
-def planned(*, seconds: float = 1.0, **checkpoint: Any) -> Estimate:
-    """A small run whose steps take so long."""
-    machine = load_machine("h100")
-    config = for_machine(small_config(checkpoint=checkpoint, training={"global_batch_size": 16}), machine, on_cpu=False)
-    found = estimate("", config, job_of(config, GPUS), machine)
-    return dataclasses.replace(found, time=dataclasses.replace(found.time, seconds=seconds))
 
 
 @pytest.mark.parametrize(
@@ -120,68 +99,3 @@ def test_a_checkpoint_that_the_trainer_wrote(
     assert predicted == sum(math.prod(each.size) * each.properties.dtype.itemsize for each in tensors)
     on_disk = sum(file.stat().st_size for file in folder.iterdir())
     assert predicted < on_disk < predicted + 400_000
-
-
-@pytest.mark.parametrize(
-    ("checkpoint", "steps", "saves", "kept", "stored"),
-    [
-        ({"save_interval": 10, "keep": 2}, 45, 5, 2, 3),  # the last step is saved, too
-        ({"save_interval": 10}, 40, 4, 4, 4),
-        ({"save_interval": 10, "keep": 9}, 40, 4, 4, 4),
-        ({}, 40, 1, 1, 1),
-    ],
-)
-def test_the_disk_holds_what_is_kept_and_what_is_being_written(
-    checkpoint: dict[str, Any], steps: int, saves: int, kept: int, stored: int
-) -> None:
-    held = storage(planned(**checkpoint), steps)
-    assert held == {
-        "checkpoint_bytes": checkpoint_bytes(planned().job),
-        "saves": saves,
-        "kept": kept,
-        "disk_bytes": stored * held["checkpoint_bytes"],
-    }
-
-
-def spent(run: Estimate, steps: int, rate: float, *, hours: float, minutes: float) -> dict[str, float]:
-    options = PlanOptions(
-        config=Path("run.yaml"),
-        gpus=GPUS,
-        gpu="h100",
-        save_rate=rate / 10**9,
-        failure_hours=hours * GPUS,
-        restart_minutes=minutes,
-    )
-    found = goodput(run, steps, options)
-    assert found is not None
-    return found
-
-
-def drawn(work: float, restart: float, between: float, saves: int) -> float:
-    """Seconds of a run in all, with failures drawn at random."""
-    generator = random.Random(7)
-    total = 0.0
-    for _ in range(saves):
-        while (failed := generator.expovariate(1 / between)) < work:
-            total += failed
-            while (failed := generator.expovariate(1 / between)) < restart:
-                total += failed
-            total += restart
-        total += work
-    return total
-
-
-def test_failures_cost_what_drawn_ones_cost() -> None:
-    """A run that saves every 100 s for 20, fails every 300 s, and takes 60 s and a loading to go on."""
-    run, saves = planned(save_interval=100), 20_000
-    rate = checkpoint_bytes(run.job) / 20
-    found = spent(run, saves * 100, rate, hours=300 / SECONDS_PER_HOUR, minutes=1)
-    assert found["save_seconds"] == pytest.approx(20)
-    assert found["share"] == pytest.approx(100 * saves / drawn(120, 80, 300, saves), rel=0.02)
-
-
-def test_saves_in_the_background_and_rare_failures_cost_nothing() -> None:
-    run = planned(save_interval=100, async_save=True)
-    found = spent(run, 1000, checkpoint_bytes(run.job) / 30, hours=1e9, minutes=1)
-    assert (found["best_interval_steps"], found["share"]) == (30, pytest.approx(1, abs=1e-4))
-    assert spent(run, 99_900, 1e9, hours=1e-4, minutes=90)["share"] == 0  # it never ends

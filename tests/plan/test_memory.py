@@ -15,7 +15,6 @@ from megatron_fanformer.plan.gradient_buffers import chunks, weights
 from megatron_fanformer.plan.job import Job
 from megatron_fanformer.plan.layer_memory import LayerShapes, core_attention
 from megatron_fanformer.plan.memory import BLOCK_OF_TEE, SAMPLE_BYTES, rank_memory
-from megatron_fanformer.plan.simulation import PEAK_TOLERANCE, first_rank_of_each_stage, run_rank
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.train.config import RunConfig
@@ -24,6 +23,7 @@ from megatron_fanformer.train.optimizers import OPTIMIZERS
 from megatron_fanformer.train.step import wrap_stages
 from tests.plan.drawn import describe, draw
 from tests.plan.runs import engine_job_of, job_of, run_config
+from tests.plan.simulated_rank import PEAK_TOLERANCE, run_rank
 from tests.tiny import tiny_model
 from tests.train.layouts import layout
 
@@ -113,9 +113,9 @@ def large(config: RunConfig) -> RunConfig:
 
 
 def assert_formula_is_near(config: RunConfig, world_size: int, stages: list[int]) -> None:
-    ranks = first_rank_of_each_stage(world_size, config.parallel.pipeline_model_parallel_size)
     for stage in stages:
-        simulated = run_rank(config, world_size=world_size, rank=ranks[stage])
+        rank = stage * world_size // config.parallel.pipeline_model_parallel_size
+        simulated = run_rank(config, world_size=world_size, rank=rank)
         formula = rank_memory(simulated.job, stage)
         error = formula.total_bytes / simulated.peak_bytes - 1
         print(f"stage {stage}: {simulated.peak_bytes:,} bytes, by formula {error:+.2%} ({formula.moment})")

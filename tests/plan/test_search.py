@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.config import PRESETS, FANConfig, FANformerConfig, KernelsConfig, PrecisionConfig
 from megatron_fanformer.model.layout_rules import layout_problems
-from megatron_fanformer.plan.estimate import Estimate, estimate, for_machine, job_of, problems
+from megatron_fanformer.plan.estimate import Estimate, estimate, for_machine, problems
 from megatron_fanformer.plan.machines import DRIVERS_SHARE, Machine, load_machine
 from megatron_fanformer.plan.search import (
     MOST_SHOWN,
@@ -39,10 +38,14 @@ OWN_LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
+def every_layout(config: RunConfig, gpus: int) -> list[RunConfig]:
+    return [each for micro_batches in all_layouts(config, gpus) for each in micro_batches]
+
+
 @pytest.mark.parametrize("own", OWN_LAYOUTS)
 def test_the_name_of_a_layout_is_read_as_that_layout(own: dict[str, Any]) -> None:
     config = small_config(parallel=own)
-    layouts = [each for micro_batches in all_layouts(config, 4) for each in micro_batches]
+    layouts = [each for layout in every_layout(config, 4) for each in recomputations(layout)]
     assert len({layout_name(each, config) for each in layouts}) == len(layouts) > 30
     for each in (*layouts, config):
         assert laid_out(config, layout_name(each, config)) == each
@@ -69,26 +72,18 @@ def test_every_form_of_a_layout_is_tried() -> None:
     assert forms(dataclasses.replace(config, model=transformer)) == {each for each in expected if each[-1] == "column"}
 
 
-def test_what_a_layout_does_not_name_is_the_configurations() -> None:
-    config = small_config(parallel={"context_parallel_size": 2, "ddp_bucket_size": 7})
-    other = laid_out(config, "tp=2,mbs=4")
-    assert (other.parallel.tensor_model_parallel_size, other.parallel.context_parallel_size) == (2, 2)
-    assert (other.parallel.ddp_bucket_size, other.training.micro_batch_size) == (7, 4)
-
-
-def test_many_replicas_are_also_tried_in_smaller_buckets() -> None:
+def test_many_replicas_have_smaller_buckets() -> None:
     """Where the default, a million elements a replica, gives fewer than four, and the configuration names no size."""
     config = dataclasses.replace(small_config(runtime={"device": "cuda"}), model=PRESETS["fanformer-1b"])
 
     def sizes(gpus: int, **own: int) -> set[tuple[int | None, int | None]]:
         asked = dataclasses.replace(config, parallel=ParallelConfig(**own))
-        parallels = [micro_batches[0].parallel for micro_batches in all_layouts(asked, gpus)]
+        parallels = [each.parallel for each in every_layout(asked, gpus)]
         plain = [each for each in parallels if each.model_parallel_size == 1]
         return {(each.data_parallel_size, each.ddp_bucket_size) for each in plain}
 
-    eighth = round(config.model.num_parameters / 8e6) * 10**6
     assert sizes(8) == {(8, None)}
-    assert sizes(1024) == {(1024, None), (1024, eighth)}
+    assert sizes(1024) == {(1024, round(config.model.num_parameters / 8e6) * 10**6)}
     assert sizes(1024, ddp_bucket_size=7) == {(1024, 7)}
 
 
@@ -115,12 +110,12 @@ def test_what_is_fused_or_refused_is_not_recomputed(
     config = small_config(model={"fan": {"placement": placement}})
     precision = PrecisionConfig(fp8="hybrid", fp8_recipe=fp8_recipe) if fp8_recipe else config.precision
     config = dataclasses.replace(config, kernels=KernelsConfig(transformer_impl=layers), precision=precision)
-    parallel = ParallelConfig(**layout)
-    found = recomputations(config, parallel)
-    assert [each["recompute_modules"] for each in found if "recompute_modules" in each] == modules
+    config = dataclasses.replace(config, parallel=ParallelConfig(**layout))
+    found = recomputations(config)
+    selective = [each.parallel for each in found if each.parallel.recompute_granularity == "selective"]
+    assert [each.recompute_modules for each in selective] == modules
     for each in found:
-        laid = dataclasses.replace(config, parallel=dataclasses.replace(parallel, **each))
-        refused = [*laid.problems_of_layout(), *laid.problems_of_steps(1)]
+        refused = [*each.problems_of_layout(), *each.problems_of_steps(1)]
         assert not any("recompute" in line for line in refused)
 
 
@@ -176,46 +171,41 @@ def config(h100: Machine, tmp_path_factory: pytest.TempPathFactory) -> RunConfig
         data={"train_data": [tokens]},
         training={"run_dir": str(tmp_path_factory.mktemp("runs") / "run"), "global_batch_size": 8},
     )
-    return for_machine(made, h100, on_cpu=False)
-
-
-def every_layout(config: RunConfig, gpus: int) -> Iterator[RunConfig]:
-    for micro_batches in all_layouts(config, gpus):
-        yield from micro_batches
+    return for_machine(made, h100)
 
 
 @pytest.fixture(scope="module")
-def legal(config: RunConfig, h100: Machine) -> list[Estimate]:
+def legal(config: RunConfig, h100: Machine) -> list[list[Estimate]]:
+    """Of every legal layout an estimate for each recomputation."""
     return [
-        estimate(layout_name(each, config), each, job_of(each, GPUS), h100)
-        for each in every_layout(config, GPUS)
-        if not problems(each, GPUS)
+        [estimate(layout_name(each, config), each, GPUS, h100) for each in recomputations(layout)]
+        for layout in every_layout(config, GPUS)
+        if not problems(layout, GPUS)
     ]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5])
 def test_it_finds_what_looking_at_every_layout_finds(
-    config: RunConfig, legal: list[Estimate], h100: Machine, share: float
+    config: RunConfig, legal: list[list[Estimate]], h100: Machine, share: float
 ) -> None:
     """On machines on which all layouts fit, on which half do, and on which few do: `share` do not."""
-    needed = sorted(each.needed_bytes for each in legal)
+    needed = sorted(each.needed_bytes for layout in legal for each in layout)
     limit = needed[round((1 - share) * (len(needed) - 1))]
     small = dataclasses.replace(h100, memory_bytes=math.ceil(limit / (1 - DRIVERS_SHARE)))
-    fitting = [each for each in legal if each.needed_bytes <= limit]
-    fastest = sorted(fitting, key=lambda each: each.time.seconds)[:MOST_SHOWN]
+    fitting = [[each for each in layout if each.needed_bytes <= limit] for layout in legal]
+    fastest = sorted(min(each.time.seconds for each in layout) for layout in fitting if layout)[:MOST_SHOWN]
     found = search(config, GPUS, small)
-    assert [each.time.seconds for each in found.candidates] == [each.time.seconds for each in fastest]
-    assert {each.name for each in found.candidates} <= {each.name for each in fitting}
+    assert [each.time.seconds for each in found.candidates] == fastest
+    assert {each.name for each in found.candidates} <= {each.name for layout in fitting for each in layout}
     assert found.legal == len(legal)
 
 
 def test_it_counts_what_each_rule_rejects(config: RunConfig, h100: Machine) -> None:
-    counts = Counter(
-        NUMBERS.sub("N", message) for each in every_layout(config, GPUS) for message in problems(each, GPUS)
-    )
+    layouts = every_layout(config, GPUS)
+    counts = Counter(NUMBERS.sub("N", message) for each in layouts for message in problems(each, GPUS))
     found = search(config, GPUS, h100)
-    assert {each.rule: each.count for each in found.rejected} == counts
-    assert found.judged == sum(1 for _ in every_layout(config, GPUS))
+    assert {NUMBERS.sub("N", each.message): each.count for each in found.rejected} == counts
+    assert found.judged == len(layouts)
 
 
 def test_train_says_of_an_example_what_the_search_does(config: RunConfig, h100: Machine) -> None:
@@ -228,28 +218,26 @@ def test_train_says_of_an_example_what_the_search_does(config: RunConfig, h100: 
 
 
 def test_where_nothing_fits_the_one_that_lacks_least_is_shown(
-    config: RunConfig, legal: list[Estimate], h100: Machine
+    config: RunConfig, legal: list[list[Estimate]], h100: Machine
 ) -> None:
     found = search(config, GPUS, dataclasses.replace(h100, memory_bytes=1))
     (shown,) = found.candidates
     assert found.best is None
-    assert shown.needed_bytes == min(each.needed_bytes for each in legal)
+    assert shown.needed_bytes == min(layout[-1].needed_bytes for layout in legal)
     (too_large,) = (each for each in found.rejected if each.example == shown.name)
     assert too_large.count == len(legal)
 
 
-def test_of_named_layouts_those_that_fit_come_first(config: RunConfig, legal: list[Estimate], h100: Machine) -> None:
+def test_of_named_layouts_those_that_fit_come_first(
+    config: RunConfig, legal: list[list[Estimate]], h100: Machine
+) -> None:
     """However slow; each group by its time."""
-    by_bytes = sorted(legal, key=lambda each: each.needed_bytes)
-    middle = by_bytes[len(by_bytes) // 2].needed_bytes
-    half = dataclasses.replace(h100, memory_bytes=math.ceil(middle / (1 - DRIVERS_SHARE)))
-    named = [(each.name, laid_out(config, each.name)) for each in legal[::7]]
+    estimates = [layout[0] for layout in legal]
+    by_bytes = sorted(each.needed_bytes for each in estimates)
+    half = dataclasses.replace(h100, memory_bytes=math.ceil(by_bytes[len(by_bytes) // 2] / (1 - DRIVERS_SHARE)))
+    named = [(each.name, laid_out(config, each.name)) for each in estimates[::7]]
     found = judge(named, GPUS, half).candidates
-    fitting = [each.fits for each in found]
-    assert fitting == sorted(fitting, reverse=True) and 0 < sum(fitting) < len(found) == len(named)
-    for group in (True, False):
-        seconds = [each.time.seconds for each in found if each.fits is group]
-        assert seconds == sorted(seconds)
-    assert max(each.time.seconds for each in found if each.fits) > min(
-        each.time.seconds for each in found if not each.fits
-    )
+    order = [(not each.fits, each.time.seconds) for each in found]
+    assert order == sorted(order) and len(found) == len(named)
+    slowest = max(each.time.seconds for each in found if each.fits)
+    assert slowest > min(each.time.seconds for each in found if not each.fits)

@@ -14,7 +14,6 @@ from megatron_fanformer.checkpoint.stored_files import STATE_PREFIX, read_table
 from megatron_fanformer.model.config import FANConfig
 from megatron_fanformer.plan.matrix_updates import MatrixUpdates, owners, rounds
 from megatron_fanformer.plan.memory import rank_memory
-from megatron_fanformer.plan.simulation import PEAK_TOLERANCE, run_rank
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.train.optimizer import single_optimizers
 from megatron_fanformer.train.optimizers import LARGEST_BF16_DECAY, OPTIMIZERS, OptimizerConfig
@@ -23,6 +22,7 @@ from tests.checkpoint import states
 from tests.checkpoint.states import Shown, parallel_config, small_model, training, world_size
 from tests.ops.test_matrices import exact
 from tests.plan.runs import job_of, run_config
+from tests.plan.simulated_rank import PEAK_TOLERANCE, run_rank
 from tests.small_runs import RunOnRanks
 from tests.train.layouts import gather
 
