@@ -15,13 +15,10 @@ import json
 import math
 import re
 import textwrap
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import yaml
@@ -31,17 +28,14 @@ from megatron_fanformer.errors import InputError, did_you_mean
 
 Config = TypeVar("Config")
 
-# The name of each type in the descriptions; and in the errors, with its article and an example.
-IN_WORDS: dict[Any, tuple[str, str]] = {
-    int: ("integer", "an integer"),
-    float: ("number", "a finite number"),
+TYPES: dict[Any, tuple[str, str]] = {
+    int: ("an integer", "integers"),
+    float: ("a finite number", "numbers"),
     bool: ("true or false", "true or false"),
     str: ("text", "text"),
-    list: ("list", "a list of text, such as [a, b]"),
-    tuple: ("list", "a list of text, such as [a, b]"),
-    dict: ("mapping", "a mapping to lists of text, such as {name: [a, b]}"),
     NoneType: ("null", "null"),
 }
+"""The name of each type, and of many of it."""
 MOST_SHOWN = 80  # characters of a wrong value
 
 Advice = Callable[[str], str | None]
@@ -79,22 +73,19 @@ def value_problems(
     problems = []
     for key in values:
         if key not in hints:
-            name = f"{prefix}{key!s:.{MOST_SHOWN}}"
             remedy = did_you_mean(str(key), hints, f"the keys here are {', '.join(hints)}", prefix=prefix)
-            problems.append(f"unknown configuration key {name}; {advice(name) or remedy}")
+            problems.append(f"unknown configuration key {prefix}{key}; {advice(f'{prefix}{key}') or remedy}")
     for field in dataclasses.fields(owner):
         name, hint = prefix + field.name, hints[field.name]
         present, value = field.name in values, values.get(field.name)
-        if _is_section(hint):
-            if isinstance(value, Mapping) or (_is_required(field) and not present):
-                problems += value_problems(value or {}, hint, f"{name}.", advice=advice)
-            elif present:
-                key = dataclasses.fields(hint)[0].name
-                problems.append(f"{name} is {_shown(value)}; it must be a section with keys such as {key}")
-        elif _is_required(field) and not present:
-            problems.append(f"{name} is missing; it must be {_demand(hint)}")
-        elif present and not _fits(value, hint):
-            problems.append(f"{name} is {_shown(value)}; it must be {_demand(hint)}")
+        if _is_required(field) and not present and not _is_section(hint):
+            problems.append(f"{name} is missing; it must be {_type_name(hint)}")
+        elif _is_section(hint) and (isinstance(value, Mapping) or (_is_required(field) and not present)):
+            problems += value_problems(value or {}, hint, f"{name}.", advice=advice)
+        elif present and (_is_section(hint) or not _fits(value, hint)):
+            text = json.dumps(value, ensure_ascii=False, default=str)
+            shown = text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
+            problems.append(f"{name} is {shown}; it must be {_type_name(hint)}")
     return problems
 
 
@@ -126,41 +117,33 @@ def _is_required(field: "dataclasses.Field[Any]") -> bool:
     return field.default is field.default_factory is dataclasses.MISSING
 
 
-def _demand(hint: Any) -> str:
-    if get_origin(hint) is Literal:
-        return "one of " + ", ".join(map(str, get_args(hint)))
-    if get_origin(hint) in (Union, UnionType):
-        return ", or ".join(_demand(choice) for choice in get_args(hint))
-    if get_origin(hint) is list and get_origin(element := get_args(hint)[0]) is Literal:
-        return "a list of " + ", ".join(map(str, get_args(element)))
-    if get_origin(hint) is dict and get_args(hint)[1] is float:
-        return "a mapping to numbers, such as {name: 4}"
-    if get_origin(hint) in (list, tuple) and get_args(hint)[0] in (int, float):
-        return "a list of numbers, such as [1, 2]"
-    return IN_WORDS[get_origin(hint) or hint][1]
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)
-    return text if len(text) <= MOST_SHOWN else text[:MOST_SHOWN] + "…"
+def _type_name(hint: Any, *, many: bool = False) -> str:
+    kind, parts = get_origin(hint), get_args(hint)
+    if kind is Literal:
+        return ("" if many else "one of ") + ", ".join(map(str, parts))
+    if kind in (Union, UnionType):
+        return " or ".join(_type_name(part, many=many) for part in parts)
+    if kind in (list, tuple):
+        return f"{'lists' if many else 'a list'} of {_type_name(parts[0], many=True)}"
+    if kind is dict:
+        return f"a mapping of names to {_type_name(parts[1], many=True)}"
+    return f"a section with keys such as {dataclasses.fields(hint)[0].name}" if _is_section(hint) else TYPES[hint][many]
 
 
 # -- files and overrides
 
 MOST_BYTES = 1 << 20  # of a file that came with a checkpoint
-MOST_ALIASES = 16  # in such a file: aliases of aliases multiply, and these make a few hundred values at most
 
 
 class _Loader(yaml.SafeLoader):
     """YAML's plain values, with 4e-4 as a number, as in YAML 1.2; YAML 1.1 reads it as text.
 
-    Refuses a mapping with the same key twice, where YAML says that there is none and PyYAML takes the last.
+    Refuses a mapping with the same key twice, of which PyYAML takes the last.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return a mapping whose keys differ."""
-        keys = Counter((key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode))
-        if twice := [name for (tag, name), count in keys.items() if count > 1 and not tag.endswith(":merge")]:
+        keys = [key.value for key, _ in node.value if not key.tag.endswith(":merge")]
+        if twice := [key for number, key in enumerate(keys) if key in keys[:number]]:
             raise ValueError(f"{twice[0]} stands twice in one mapping{node.start_mark}")
         return super().construct_mapping(node, deep)
 
@@ -179,7 +162,7 @@ def yaml_value(text: str) -> Any:
     try:
         return yaml.load(text, _Loader)
     # PyYAML raises the last two for a value that its tag does not describe, such as !!bool 7.
-    except (yaml.YAMLError, ValueError, LookupError, AttributeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError, LookupError, AttributeError) as error:
         raise ValueError(" ".join(str(error).split())) from None
 
 
@@ -188,17 +171,15 @@ def read_plain_values(file: Path) -> Any:
 
     Raises:
         OSError: it cannot be read, is not a file, or is too large.
-        ValueError: it is not valid, or has many aliases.
+        ValueError: it is not valid.
     """
     text = regular_file(file, most_bytes=MOST_BYTES).read_text(encoding="utf-8")
-    try:
-        if file.suffix == ".json":
-            return json.loads(text)
-        if sum(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)) > MOST_ALIASES:
-            raise ValueError(f"it has more than {MOST_ALIASES} aliases")
+    if file.suffix != ".json":
         return yaml_value(text)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(" ".join(str(error).split())) from None
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
 
 
 def read_values(file: Path) -> dict[str, Any]:
@@ -219,7 +200,7 @@ def read_values(file: Path) -> dict[str, Any]:
 
 
 def read_overrides(arguments: Sequence[str], *, advice: Advice = no_advice) -> dict[str, Any]:
-    """Return the nested values that `--section.field VALUE` and `--section.field=VALUE` set; of a field, the last.
+    """Return the values that `--section.field VALUE` and `--section.field=VALUE` set, by dotted names; the last counts.
 
     Args:
         advice: returns the remedy for an argument that is neither.
@@ -230,49 +211,37 @@ def read_overrides(arguments: Sequence[str], *, advice: Advice = no_advice) -> d
     values: dict[str, Any] = {}
     left, wrong = list(arguments), list[str]()
     while left:
-        key = left.pop(0)
-        if not (is_flag := key.startswith("--")) or "." not in key:
-            advised = advice(key.partition("=")[0]) if is_flag else None
+        name, has_value, text = left.pop(0).partition("=")
+        if not (is_flag := name.startswith("--")) or "." not in name:
+            advised = advice(name) if is_flag else None
             rule = f" (--section.field VALUE); {advised}" if advised else "; write --section.field VALUE"
             if is_flag or not wrong:  # a word is a value of such a flag
-                wrong.append(f"{key!r} is not an override{rule}")
+                wrong.append(f"{name!r} is not an override{rule}")
             continue
-        key, has_value, text = key[2:].partition("=")
         if not has_value and not left:
-            raise InputError(f"--{key} has no value; write --section.field VALUE")
-        _set_nested(values, key.split("."), _override(key, text if has_value else left.pop(0)))
+            raise InputError(f"{name} has no value; write --section.field VALUE")
+        text = text if has_value else left.pop(0)
+        try:
+            values[name[2:]] = yaml_value(text)
+        except ValueError:
+            raise InputError(f"{name} {text!r} is not a valid YAML value; quote it") from None
     if wrong:
         raise InputError("\n".join(wrong))
     return values
 
 
-def _override(key: str, text: str) -> Any:
-    try:
-        value = yaml_value(text)
-    except ValueError:
-        raise InputError(f"--{key} {text!r} is not a valid YAML value; quote it") from None
-    for one, other in pairwise(yaml.scan(text)):
-        if "#" in text[one.end_mark.index : other.start_mark.index]:
-            raise InputError(f"--{key} {text!r}: a part of it is a comment to YAML; quote it")
-    return value
-
-
-def overlaid(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with the overrides applied."""
-    merged = dict(values)
-    for key, value in overrides.items():
-        below = merged.get(key)
-        is_section = isinstance(value, _Section) and isinstance(below, Mapping)
-        merged[key] = overlaid(below, value) if is_section else value  # type: ignore[arg-type]
+def overlaid(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested values with changes, by their dotted names, laid over them; a change replaces a mapping whole."""
+    merged = copy.deepcopy(dict(values))
+    for name, value in changes.items():
+        *path, last = name.split(".")
+        section: Any = merged
+        for key in path:
+            if not isinstance(section.get(key), dict):
+                section[key] = {}
+            section = section[key]
+        section[last] = copy.deepcopy(value)
     return merged
-
-
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the nested values that dotted names stand for, to be laid over others by `overlaid`; of two, the later."""
-    nested: dict[str, Any] = {}
-    for name, value in values.items():
-        _set_nested(nested, name.split("."), copy.deepcopy(value))  # which a later name may reach into
-    return nested
 
 
 def by_dotted_names(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -283,66 +252,35 @@ def by_dotted_names(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Undo `nested`: a mapping that was given as one value stays one."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= dotted(value, f"{prefix}{name}.") if isinstance(value, _Section) else {f"{prefix}{name}": value}
-    return flat
-
-
-class _Section(dict[str, Any]):
-    """Values that dotted names were split into; a mapping that was given as one value is a plain dict."""
-
-
-def _set_nested(values: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    for name in path[:-1]:
-        if not isinstance(values.get(name), dict):
-            values[name] = _Section()
-        values = values[name]
-    values[path[-1]] = value
-
-
 def moved_names(values: Mapping[str, Any], moves: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
     """Return the values with fields under their current names, and the earlier names that were given.
 
     Args:
-        moves: from a field's earlier name, `section.field`, to its current one; to nothing if it is gone.
-
-    Raises:
-        InputError: a field is given under both names; one line each.
+        moves: from a field's earlier name, `section.field`, to its current one, which counts where both are given; to
+            nothing if it is gone.
     """
-    moved = {name: type(part)(part) if isinstance(part, dict) else part for name, part in values.items()}
-    earlier, twice = [], []
+    moved, earlier = copy.deepcopy(dict(values)), []
     for old, new in moves.items():
-        (old_section, _, old_field), (new_section, _, new_field) = old.partition("."), new.partition(".")
-        source = moved.get(old_section)
-        if not isinstance(source, dict) or old_field not in source:
+        section, _, field = old.partition(".")
+        if not isinstance(moved.get(section), dict) or field not in moved[section]:
             continue
-        target = moved.get(new_section)
-        if isinstance(target, dict) and new_field in target:
-            twice.append(f"{old} is the earlier name of {new}, and both are given; remove {old}")
-        elif target is None or isinstance(target, dict):
-            earlier.append(old)
-            value = source.pop(old_field)
-            if new:
-                _set_nested(moved, [new_section, new_field], value)
-    if twice:
-        raise InputError("\n".join(twice))
+        earlier.append(old)
+        value = moved[section].pop(field)
+        section, _, field = new.partition(".")
+        if new and not (isinstance(moved.get(section), dict) and field in moved[section]):
+            moved = overlaid(moved, {new: value})
     return moved, earlier
 
 
 # -- descriptions
 
 
-@dataclass(frozen=True, kw_only=True)
-class FieldDescription:
+class FieldDescription(NamedTuple):
     """One field of a configuration, as it is documented."""
 
     name: str
     """The field's dotted name."""
     type: str
-    """The type in words; choices are in backticks."""
     default: str | None
     """The default as YAML writes it; None for a field that must be given."""
     text: str
@@ -350,15 +288,18 @@ class FieldDescription:
 
 
 def described_fields(owner: type, prefix: str = "") -> Iterator[FieldDescription]:
-    """Return every field of a dataclass that is not a section, in order; those of its sections by dotted names."""
+    """Yield every field of a dataclass that is not a section, in order; those of its sections by dotted names."""
     hints, texts = get_type_hints(owner), field_texts(owner)
     for field in dataclasses.fields(owner):
         name, hint = prefix + field.name, hints[field.name]
         if _is_section(hint):
             yield from described_fields(hint, f"{name}.")
-        else:
-            default = None if _is_required(field) else _written(_default(field))
-            yield FieldDescription(name=name, type=_type_name(hint), default=default, text=texts[field.name])
+            continue
+        default = None
+        if not _is_required(field):
+            value = field.default_factory() if callable(field.default_factory) else field.default
+            default = value if isinstance(value, str) else json.dumps(value).replace("e-0", "e-")
+        yield FieldDescription(name, _type_name(hint), default, texts[field.name])
 
 
 @functools.cache
@@ -376,58 +317,3 @@ def field_texts(owner: type) -> dict[str, str]:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
         if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str)
     }
-
-
-def _type_name(hint: Any) -> str:
-    if get_origin(hint) is Literal:
-        return ", ".join(f"`{choice}`" for choice in get_args(hint))
-    if get_origin(hint) in (Union, UnionType):
-        return " or ".join(_type_name(choice) for choice in get_args(hint))
-    if get_origin(hint) is list:
-        return f"list of {_type_name(get_args(hint)[0])}"
-    if get_origin(hint) is dict:
-        return f"mapping of {_type_name(get_args(hint)[0])} to {_type_name(get_args(hint)[1])}"
-    return IN_WORDS[hint][0]
-
-
-def _default(field: "dataclasses.Field[Any]") -> Any:
-    return field.default_factory() if callable(field.default_factory) else field.default
-
-
-def _written(value: Any) -> str:
-    if isinstance(value, list | dict):
-        return str(yaml.safe_dump(value, default_flow_style=True)).strip()
-    return value if isinstance(value, str) else json.dumps(value).replace("e-0", "e-")
-
-
-def json_schema(owner: type) -> dict[str, Any]:
-    """Return the JSON schema of a configuration: types and choices are msgspec's, descriptions the docstrings.
-
-    Keys that are not fields are not allowed; a section that has defaults may be null.
-    """
-    definitions = msgspec.json.schema(owner)["$defs"]
-    for section in _sections(owner):
-        _complete(definitions[section.__name__], section)
-    whole = definitions.pop(owner.__name__)
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$defs": definitions, **whole}
-
-
-def _sections(owner: Any) -> Iterator[Any]:
-    yield owner
-    for hint in get_type_hints(owner).values():
-        if _is_section(hint):
-            yield from _sections(hint)
-
-
-def _complete(definition: dict[str, Any], owner: Any) -> None:
-    definition["additionalProperties"] = False
-    definition["description"] = " ".join((inspect.getdoc(owner) or "").split())
-    hints, texts = get_type_hints(owner), field_texts(owner)
-    for field in dataclasses.fields(owner):
-        described = definition["properties"][field.name]
-        described.pop("title", None)
-        described["description"] = texts[field.name]
-        if not _is_section(hints[field.name]) and not _is_required(field):
-            described["default"] = _default(field)
-        elif not _is_required(field):
-            described["anyOf"] = [{"$ref": described.pop("$ref")}, {"type": "null"}]

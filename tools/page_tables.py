@@ -84,13 +84,9 @@ def _default(field: FieldDescription) -> str:
     """Return a field's default and, in parentheses where it does not show them, its type or other choices."""
     if field.default is None:
         return f"required ({field.type})"
-    if field.type in ("integer", "number", "text", "true or false"):
+    if field.type in ("an integer", "a finite number", "text", "true or false"):
         return field.default
-    choices = field.type.removesuffix(f" or {field.default}").replace("true or false", "boolean").split(", ")
-    shown = f"`{field.default}`"
-    if shown not in choices:
-        return f"{field.default} ({', '.join(choices)})"
-    return f"{shown} ({', '.join(choice for choice in choices if choice != shown)})"
+    return f"{field.default} ({field.type})"
 
 
 def _metrics(*, is_health: bool) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from megatron_fanformer.checkpoint.run_folder import VALIDATION_LOSS
-from megatron_fanformer.configuration import build, by_dotted_names, nested, overlaid, read_values
+from megatron_fanformer.configuration import build, by_dotted_names, overlaid, read_values
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.intervals import FEWEST_SEEDS, FEWEST_STEPS
 from megatron_fanformer.terminal import plural
@@ -297,7 +297,7 @@ def sweep_of(
     if own_problems := config.problems():
         raise InputError("\n".join(own_problems))
     base = read_base(config)
-    first_seed = by_dotted_names(overlaid(base, nested(config.changes or {}))).get("training.seed", TrainingConfig.seed)
+    first_seed = by_dotted_names(overlaid(base, config.changes or {})).get("training.seed", TrainingConfig.seed)
     if type(first_seed) is not int:
         raise InputError(f"training.seed is {first_seed!r}; it must be an integer, the first of the sweep's seeds")
     cells: list[Cell] = []
@@ -314,9 +314,7 @@ def sweep_of(
         names.append(name := ",".join([*chosen, f"seed={seed}"]))
         changes |= {"training.run_dir": str(Path(config.folder, name)), "training.seed": seed}
         try:
-            run = config_from_dict(
-                overlaid(base, nested(changes)), report=lambda notice: notices.update({notice: None})
-            )
+            run = config_from_dict(overlaid(base, changes), report=lambda notice: notices.update({notice: None}))
             problems = _run_problems(run, needs_data=needs_data)
         except InputError as error:
             problems = str(error).splitlines()

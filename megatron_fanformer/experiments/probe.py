@@ -295,9 +295,9 @@ def read_settings(options: ExperimentOptions) -> Any:
         raise InputError(f"{name!r} is no experiment; name one of {', '.join(PROBES)}")
     owner = PROBES[name].settings
     overrides = read_overrides(options.overrides)
-    if stray := [section for section in overrides if section != name]:
-        raise InputError(f"--{stray[0]}.… is not of this experiment; write --{name}.FIELD VALUE")
-    values = dict(overrides.get(name, {}))
+    if stray := [given for given in overrides if not given.startswith(f"{name}.")]:
+        raise InputError(f"--{stray[0]} is not of this experiment; write --{name}.FIELD VALUE")
+    values = {given.removeprefix(f"{name}."): value for given, value in overrides.items()}
     for short in (*SHORT, "write_data"):
         if (value := getattr(options, short)) is None:
             continue

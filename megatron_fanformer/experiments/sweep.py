@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from megatron_fanformer.configuration import by_dotted_names, dotted, overlaid, read_overrides, read_values
+from megatron_fanformer.configuration import by_dotted_names, overlaid, read_overrides, read_values
 from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.cells import LOSS, OVERRIDDEN, Cell, Sweep, metrics_of, read_sweep, sweep_of
@@ -219,12 +219,11 @@ def write_sweep(options: SweepOptions) -> Sweep:
         raise InputError(f"{file} exists, and init replaces nothing; name another file")
     if len(names) < 2 or len({*names}) < len(names) or not {*names} <= VARIANTS.keys():
         raise InputError(f"--compare is {' '.join(names)}; name two or more of {', '.join(VARIANTS)}, each once")
-    overrides = read_overrides(options.overrides, advice=advice)
-    changes = dotted(overrides)
+    changes = read_overrides(options.overrides, advice=advice)
     if stray := [name for name in OVERRIDDEN if name in changes]:
         raise InputError(f"--{stray[0]} has no effect with init: each cell has its own; leave it out")
     base = read_values(options.config)
-    run = config_from_dict(overlaid(base, overrides), report=lambda _notice: None)  # the cells report the same
+    run = config_from_dict(overlaid(base, changes), report=lambda _notice: None)  # the cells report the same
     metric = metrics_of(run)[0]
     if metric == LOSS:
         raise InputError(

@@ -59,7 +59,7 @@ def _check_lengths(prompts: Sequence[Sequence[int]], new_tokens: int, seq_length
     )
 
 
-def print_generations(config: GenerateConfig) -> None:
+def print_generations(config: GenerateConfig, write: Callable[[str], object] | None = None) -> None:
     """Continue prompts and write each with its continuation, in order, as far as each is known.
 
     Several are separated by a line before each; a single one has none, so that the output is the text itself. With
@@ -68,7 +68,7 @@ def print_generations(config: GenerateConfig) -> None:
     Raises:
         InputError, CorruptError, DivergenceError: those of `generate`.
     """
-    write = functools.partial(print, end="", flush=sys.stdout.isatty())
+    write = write or functools.partial(print, end="", flush=sys.stdout.isatty())
     generate(config, _OrderedWriter(config, write))
 
 

@@ -321,9 +321,10 @@ def load_config(
         InputError: the file cannot be read, a key is unknown, or a value has the wrong type.
     """
     values, in_file = moved_names(read_values(file), MOVED_FIELDS)
-    changes, on_line = moved_names(read_overrides(overrides, advice=advice), MOVED_FIELDS)
-    _report_moved([*in_file, *on_line], report)
-    return _built(overlaid(values, changes))
+    given = read_overrides(overrides, advice=advice)
+    _report_moved([*in_file, *(name for name in given if name in MOVED_FIELDS)], report)
+    changes = {MOVED_FIELDS.get(name, name): value for name, value in given.items()}
+    return _built(overlaid(values, {name: value for name, value in changes.items() if name}))
 
 
 def config_from_dict(values: dict[str, Any], *, report: Callable[[str], None] = print_on_stderr) -> RunConfig:

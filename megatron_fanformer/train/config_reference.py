@@ -1,19 +1,17 @@
-"""`megatron-fanformer config`: fields of a run's configuration, JSON schema, resolved configuration, environment."""
+"""`megatron-fanformer config`: fields of a run's configuration, resolved configuration, environment."""
 
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 import yaml
 
-from megatron_fanformer.configuration import FieldDescription, described_fields, field_texts, json_schema
+from megatron_fanformer.configuration import FieldDescription, described_fields, field_texts
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.model.config import PRESETS, FANformerConfig
 from megatron_fanformer.runtime import device, environment
-from megatron_fanformer.runtime.layout import MOVED_FIELDS
 from megatron_fanformer.terminal import plural, table
-from megatron_fanformer.train.config import FROM_CHECKPOINT, PRESET_KEY, RunConfig, load_config
+from megatron_fanformer.train.config import PRESET_KEY, RunConfig, load_config
 
 WIDTH = 80  # columns of text
 PRESET = FieldDescription(
@@ -40,26 +38,10 @@ def field_list() -> str:
         lines += [*textwrap.wrap(f"{name}: {text}", WIDTH), ""]
         for field in fields:
             default = "must be given" if field.default is None else f"default {field.default}"
-            lines.append(f"  {field.name}  {field.type.replace('`', '')}; {default}")
+            lines.append(f"  {field.name}  {field.type}; {default}")
             lines.append(textwrap.fill(field.text, WIDTH, initial_indent="      ", subsequent_indent="      "))
         lines.append("")
     return "\n".join(lines).rstrip()
-
-
-def run_schema() -> dict[str, Any]:
-    """Return the JSON schema of a configuration file: `RunConfig`, with presets and the earlier names of fields."""
-    schema = json_schema(RunConfig)
-    model = schema["$defs"][FANformerConfig.__name__]
-    preset = {"description": PRESET.text, "enum": [*PRESETS, FROM_CHECKPOINT, None], "default": None}
-    model["properties"] = {"preset": preset, **model["properties"]}
-    model["anyOf"] = [{"required": ["preset"]}, {"required": model.pop("required")}]
-    hints = get_type_hints(RunConfig)
-    for old, new in filter(all, MOVED_FIELDS.items()):
-        (old_section, old_field), (new_section, new_field) = old.split("."), new.split(".")
-        present = schema["$defs"][hints[new_section].__name__]["properties"][new_field]
-        earlier = {**present, "description": f"The earlier name of {new}.", "deprecated": True}
-        schema["$defs"][hints[old_section].__name__]["properties"][old_field] = earlier
-    return schema
 
 
 def resolved_text(file: Path, overrides: Sequence[str]) -> str:

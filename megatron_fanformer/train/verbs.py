@@ -1,6 +1,5 @@
 """The verbs `train` and `config`; imports nothing that is slow."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,8 +27,6 @@ class TrainOptions:
 class ConfigOptions:
     """Options of `config`."""
 
-    schema: bool = option(False, exclusive="shown")
-    """Print the JSON schema of configuration files."""
     resolved: bool = option(False, exclusive="shown")
     """Print all of --config, with presets and overrides applied, as YAML."""
     environment: bool = option(False, exclusive="shown")
@@ -68,12 +65,7 @@ def train(options: TrainOptions) -> None:
 
 def config(options: ConfigOptions) -> None:
     """Run `config`."""
-    from megatron_fanformer.train.config_reference import (
-        environment_lines,
-        field_list,
-        resolved_text,
-        run_schema,
-    )
+    from megatron_fanformer.train.config_reference import environment_lines, field_list, resolved_text
 
     if options.from_megatron is not None:
         _from_megatron(options.from_megatron, options.output)
@@ -85,8 +77,6 @@ def config(options: ConfigOptions) -> None:
         show(environment_lines(options.config, options.overrides, options.gpus))
     elif options.config:
         show([resolved_text(options.config, options.overrides)])
-    elif options.schema:
-        show([json.dumps(run_schema(), indent=1, ensure_ascii=False)])
     else:
         show([field_list()])
 
@@ -123,7 +113,7 @@ TRAIN = Verb(
 
 CONFIG = Verb(
     name="config",
-    help="List the configuration's fields; print its JSON schema, a resolved configuration, or a run's environment; "
+    help="List the configuration's fields; print a resolved configuration, or a run's environment; "
     "or turn arguments of Megatron-LM into a configuration.",
     options=ConfigOptions,
     run="megatron_fanformer.train.verbs:config",
@@ -131,6 +121,7 @@ CONFIG = Verb(
         "config --resolved --config examples/tiny-cpu.yaml",
         "config --output run.yaml --from-megatron\n--num-layers 16 --hidden-size 2048 --model.vocab_size 128256",
     ),
+    removed={"--schema": "config lists every field with its type"},
     notes="With --resolved, --environment and --from-megatron, fields of the configuration can be set as "
     "--section.field VALUE.",
 )

@@ -70,7 +70,7 @@ def test_a_run_that_went_on_is_another_setting(tmp_path, monkeypatch, capsys):
         (["mod", "--checkpoint", "x"], "--checkpoint has no effect in mod"),
         (["mod", "--write-data", "x"], "--write-data has no effect in mod"),
         (["lipschitz", "--lipschitz.depths", "[2, 1]"], "lipschitz.depths is [2, 1]; name numbers of layers"),
-        (["lipschitz", "--lipschitz.depths", "two"], "it must be a list of numbers"),
+        (["lipschitz", "--lipschitz.depths", "two"], "it must be a list of integers"),
         *(
             ([name, f"--{name}.num_heads", "0"], f"{name}.num_heads is 0; it must be above 0")
             for name in ("holes", "inference", "lipschitz")
