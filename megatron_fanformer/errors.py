@@ -54,17 +54,9 @@ class DivergenceError(FanformerError):
 
 
 class Interrupted(FanformerError):
-    """Stopped on a signal, and no step is lost; the same command continues from there.
-
-    Args:
-        run_is_over: whether the last step is taken and saved, so that there is nothing to continue.
-    """
+    """Stopped on a signal, and no step is lost; the same command continues from there."""
 
     exit_code = 5
-
-    def __init__(self, message: str, *, run_is_over: bool = False) -> None:
-        super().__init__(message)
-        self.run_is_over = run_is_over
 
 
 def escaped(text: str) -> str:

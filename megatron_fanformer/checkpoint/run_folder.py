@@ -46,7 +46,6 @@ LATEST = "latest"
 LOCK = "run.lock"
 LOADED = "loaded"  # a checkpoint that was fetched to start from
 SAVE_FILE = "save"  # creating this file in a run's folder makes the run save
-PROFILE_FILE = "profile"  # creating this one makes it profile its next steps
 TRACES = "traces"  # of profiled steps
 VALIDATION_LOSS = "validation_loss"  # in the metrics: validation_loss/SET
 # An export's tokenizer.json is the .model rewritten: the original comes first.

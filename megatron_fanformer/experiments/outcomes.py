@@ -23,7 +23,7 @@ DIVERGED = f"exit code {DivergenceError.exit_code}"  # a line of a cell's .faile
 DETERMINING = ("model", "data", "optimizer", "schedule", "training")
 """The sections of a configuration that decide what a run learns, up to rounding."""
 OF_MACHINE = {
-    *(f"training.{name}" for name in ("run_dir", "micro_batch_size", "eval_interval", "max_restarts")),
+    *(f"training.{name}" for name in ("run_dir", "micro_batch_size", "eval_interval")),
     *ENDING_EARLY,
     *(f"data.{name}" for name in ("num_workers", "cache_path")),
     "data.allow_change",  # of one start: the trainer itself holds a run to its data

@@ -25,7 +25,6 @@ from typing import Any
 from megatron_fanformer.errors import DivergenceError, FanformerError, InputError, Interrupted
 from megatron_fanformer.processes import (
     SAVE_SIGNAL,
-    STOP_SIGNALS,
     end_with_owner,
     end_with_parent,
     signals_held,
@@ -60,22 +59,10 @@ def refuse_ranks_without_gpu(ranks: int, runtime: RuntimeConfig, *, origin: str,
 
 
 class RankFailed(FanformerError):
-    """A local rank failed; the message and `exit_code` are that rank's own.
+    """A local rank failed; the message and `exit_code` are that rank's own."""
 
-    Args:
-        was_stopping: whether a signal to stop had come, before they failed or as they were ended.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        exit_code: int = FanformerError.exit_code,
-        traceback: str = "",
-        *,
-        was_stopping: bool = False,
-    ) -> None:
+    def __init__(self, message: str, exit_code: int = FanformerError.exit_code, traceback: str = "") -> None:
         super().__init__(message)
-        self.was_stopping = was_stopping
         self.exit_code = exit_code
         self.rank_traceback = traceback
 
@@ -119,7 +106,7 @@ class _Rank:
             return Interrupted(message.replace(signal.SIGTERM.name, stop.name, 1) if stop else message)
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         message = message or f"rank {self.number}: {how}"
-        return RankFailed(message, max(code, 1), details.get("py_callstack", ""), was_stopping=stop is not None)
+        return RankFailed(message, max(code, 1), details.get("py_callstack", ""))
 
 
 def launch_ranks(num_ranks: int, arguments: Sequence[str], *, threads: int, payload: Any) -> None:
@@ -141,19 +128,15 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str], *, threads: int, payl
         store = loopback_store()  # it answers while this is running
         signals: deque[signal.Signals] = deque()
         ranks: list[_Rank] = []
-        try:
-            with signals_to(signals.append), _ended_after(ranks):
-                with signals_held():  # by the ranks, until they listen
-                    for number in range(num_ranks):
-                        error = Path(folder) / f"error-{number}.json"
-                        environment = devices.rank_environment(
-                            number, num_ranks, threads=threads, store_port=store.port, payload=file, error=error
-                        )
-                        ranks.append(_Rank(number=number, process=_started(arguments, environment), error=error))
-                _wait_for(ranks, signals)
-        except RankFailed as failure:  # a signal may have come while the ranks were ended
-            failure.was_stopping |= any(number in STOP_SIGNALS for number in signals)
-            raise
+        with signals_to(signals.append), _ended_after(ranks):
+            with signals_held():  # by the ranks, until they listen
+                for number in range(num_ranks):
+                    error = Path(folder) / f"error-{number}.json"
+                    environment = devices.rank_environment(
+                        number, num_ranks, threads=threads, store_port=store.port, payload=file, error=error
+                    )
+                    ranks.append(_Rank(number=number, process=_started(arguments, environment), error=error))
+            _wait_for(ranks, signals)
 
 
 @contextmanager
@@ -198,8 +181,7 @@ def _wait_for(ranks: list[_Rank], signals: "deque[signal.Signals]") -> None:
             late = next(rank.number for rank in ranks if rank.code is None)
             raise RankFailed(
                 f"rank {late} was not done {STOP_GRACE_SECONDS} s after the {'signal' if stop else 'end of another'}; "
-                "it was killed, run the same command to continue from the last checkpoint",
-                was_stopping=True,
+                "it was killed, run the same command to continue from the last checkpoint"
             )
         time.sleep(POLL_SECONDS)
     if failed := [rank for rank in ranks if rank.has_failed]:
@@ -208,9 +190,8 @@ def _wait_for(ranks: list[_Rank], signals: "deque[signal.Signals]") -> None:
             time.sleep(POLL_SECONDS)
         raise failed[0].failure(stop)
     if any(rank.code for rank in ranks):
-        over = next(filter(None, (rank.report()[0] for rank in ranks)), None)
         name = stop.name if stop else "a signal to a rank"
-        raise Interrupted(over or f"stopped on {name}, saved; run the same command to continue")
+        raise Interrupted(f"stopped on {name}, saved; run the same command to continue")
 
 
 # -- on a rank
@@ -239,9 +220,7 @@ def report_failure() -> Iterator[None]:
     """Report the error of a rank's work to its launcher, then let it propagate."""
     try:
         yield
-    except Interrupted as error:  # of all ranks, which the launcher waits for
-        if error.run_is_over:
-            _leave_for_launcher(error)
+    except Interrupted:  # of all ranks, which the launcher waits for
         raise
     except Exception as error:
         if getattr(error, "already_reported", False):

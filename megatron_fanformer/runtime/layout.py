@@ -55,6 +55,10 @@ MOVED_FIELDS = {
     "data.max_repetition": "",
     "logging.csv": "",
     "logging.record_memory_history": "",
+    "logging.source_interval": "",
+    "logging.straggler_factor": "",
+    "logging.straggler_interval": "",
+    "training.max_restarts": "",
 }
 """Fields of old configurations and checkpoints, and where they are now (empty: gone without a successor)."""
 

@@ -28,14 +28,14 @@ from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.agreement import is_main, on_main
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.train.config import RunConfig
-from megatron_fanformer.train.optimizer import weight_and_update_norms
+from megatron_fanformer.train.optimizer import weight_norm
 from megatron_fanformer.train.preflight import run_mixes
 from megatron_fanformer.train.samples import consumed_before
 from megatron_fanformer.train.step import StepResult
 
 GARBAGE_INTERVAL = 100  # steps
 Seen = dict[str, dict[str, float]]  # `tokens` and `epochs` of each source, by its path
-LEAST_STEPS = 4  # in a report of stragglers: the first ones after a start are slow
+STRAGGLER_FACTOR = 1.4  # of the median of its stage, beyond which the slowest rank is named
 
 logger = logging.getLogger(__name__)
 
@@ -96,22 +96,17 @@ class StepMetrics(Callback):
             metrics["model_flops_utilization"] = flops_per_second / self._peak_flops_per_second
         return metrics
 
-    def are_weights_due(self, step: int) -> bool:
-        """Return whether a step's metrics have those of the weights."""
-        return is_due(step, self._config.logging.norm_interval)
-
     def after_step(self, step: int, *, is_skipped: bool) -> dict[str, Any]:
-        """Return norms of the weights and of the step's update, and the most memory that any rank has held so far."""
-        if is_skipped or not self.are_weights_due(step):
+        """Return the norm of the weights, and the most memory that any rank has held so far."""
+        if is_skipped or not is_due(step, self._config.logging.norm_interval):
             return {}
-        weights, update = weight_and_update_norms(self._optimizer, self._config.optimizer.rule)
         if self._grid.device == "cuda":
             held = torch.cuda.max_memory_allocated()
         else:
             held = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         largest = torch.tensor(held, dtype=torch.int64, device=self._grid.torch_device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        return {"params_norm": weights, "update_norm": update, "peak_memory_bytes": int(largest)}
+        return {"params_norm": weight_norm(self._optimizer), "peak_memory_bytes": int(largest)}
 
 
 def peak_flops_per_second(config: RunConfig, grid: RankGrid) -> float | None:
@@ -124,7 +119,7 @@ def peak_flops_per_second(config: RunConfig, grid: RankGrid) -> float | None:
 
 
 class Stragglers(Callback):
-    """Finds the rank whose forward and backward take longer than the others', which then wait for it.
+    """Finds the rank whose forward and backward take longest: the others wait for it.
 
     Measured from the start of a step to the moment at which gradients are summed over the replicas, on a GPU by events
     of its stream. Ranks of one replica wait for one another in every layer, so that they take about as long.
@@ -132,11 +127,10 @@ class Stragglers(Callback):
     Args:
         stages: this rank's chunks, by `wrap_stages`.
         interval: steps from one report to the next; None: nothing is measured.
-        factor: of the median of its stage, beyond which the slowest rank is named in the log.
     """
 
-    def __init__(self, stages: list[Any], grid: RankGrid, *, interval: int | None, factor: float) -> None:
-        self._grid, self._factor = grid, factor
+    def __init__(self, stages: list[Any], grid: RankGrid, *, interval: int | None) -> None:
+        self._grid = grid
         self._interval = interval if grid.world_size > 1 else None
         self._began: Any = None
         self._spans: list[tuple[Any, Any]] = []  # when each step began and had its gradients
@@ -144,8 +138,7 @@ class Stragglers(Callback):
         finalize = config.finalize_model_grads_func
 
         def finalize_and_note(*args: Any, **named: Any) -> Any:
-            if self._began is not None:  # else it is no training step
-                self._spans.append((self._began, self._now()))
+            self._spans.append((self._began, self._now()))
             return finalize(*args, **named)
 
         if self._interval is not None:
@@ -169,24 +162,19 @@ class Stragglers(Callback):
         on_cpu = self._grid.device == "cpu"
         seconds = [end - began if on_cpu else began.elapsed_time(end) / 1000 for began, end in self._spans]
         self._spans.clear()
-        if len(seconds) < min(LEAST_STEPS, self._interval):
-            return {}
         numbers = torch.empty(self._grid.world_size, dtype=torch.float64, device=self._grid.torch_device)
-        dist.all_gather_into_tensor(numbers, numbers.new_tensor([statistics.median(seconds)]))
+        dist.all_gather_into_tensor(numbers, numbers.new_tensor([statistics.median(seconds or [0.0])]))
         times = numbers.tolist()
         of_stage = len(times) // self._grid.groups.pp.size()  # stages have other work than one another
         usual = [statistics.median_low(times[first : first + of_stage]) for first in range(0, len(times), of_stage)]
         factors = [seconds / max(usual[rank // of_stage], 1e-9) for rank, seconds in enumerate(times)]
         slowest = max(range(len(times)), key=factors.__getitem__)
-        if factors[slowest] > self._factor:
-            host = [devices.node_name()]
-            dist.broadcast_object_list(host, src=slowest)
-            if self._grid.is_main:
-                logger.warning(
-                    "step %d  rank %d on %s holds up the others: %.4g s of forward and backward, %.3g times the median "
-                    "of its stage; see whether that node is healthy (examples/check_nodes.py)",
-                    *(step, slowest, host[0], times[slowest], factors[slowest]),
-                )
+        if factors[slowest] > STRAGGLER_FACTOR and self._grid.is_main:
+            logger.warning(
+                "step %d  rank %d holds up the others: %.4g s of forward and backward, %.3g times the median of its "
+                "stage; see whether its node is healthy (examples/check_nodes.py)",
+                *(step, slowest, times[slowest], factors[slowest]),
+            )
         median = statistics.median(times)
         return {"work_seconds/median": median, "work_seconds/slowest": times[slowest], "slowest_rank": slowest}
 
@@ -252,8 +240,8 @@ class SeenSources(Callback):
         return on_main(lambda: {**self._after(step), **self._former}) if self._names else {}
 
     def after_step(self, step: int, *, is_skipped: bool) -> dict[str, Any]:
-        """Return the same as metrics on rank 0, every `logging.source_interval` steps and after the last; else none."""
-        interval, is_last = self._config.logging.source_interval, step >= self._config.training.steps
+        """Return the same as metrics on rank 0, every `logging.norm_interval` steps and after the last; else none."""
+        interval, is_last = self._config.logging.norm_interval, step >= self._config.training.steps
         if not self._names or interval is None or not is_main() or (step % interval and not is_last):
             return {}
         numbers = zip(self._labels, self._after(step).values(), strict=True)

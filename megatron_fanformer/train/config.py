@@ -16,7 +16,6 @@ from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.run_folder import CheckpointConfig
 from megatron_fanformer.configuration import (
     build,
-    by_dotted_names,
     described_fields,
     moved_names,
     overlaid,
@@ -87,9 +86,6 @@ class TrainingConfig:
     """Save and end (exit code 0) after a step whose number is a multiple of this."""
     exit_duration_in_mins: float | None = None
     """Save and end (exit code 0) after the first step that ends at least this many minutes after the start."""
-    max_restarts: int = 0
-    """Restarts in a row, without a new checkpoint in between, where `train` was started directly
-    (docs/clusters.md#restarts)."""
 
     @property
     def length_field(self) -> str:
@@ -117,7 +113,7 @@ class TrainingConfig:
             *broken("be at least 1", lambda value: value < 1, *counts),
             *broken("be above 0", lambda value: value <= 0, "epochs"),
             *broken("be above 0, or null", lambda value: not value > 0, "exit_duration_in_mins"),
-            *broken("not be negative", lambda value: value < 0, "max_restarts", "seed", "z_loss_coefficient"),
+            *broken("not be negative", lambda value: value < 0, "seed", "z_loss_coefficient"),
         ]
         if (self.train_iters is None) == (self.epochs is None):
             stated = "neither is given" if self.epochs is None else "both are given"
@@ -347,9 +343,6 @@ def _report_moved(names: list[str], report: Callable[[str], None]) -> None:
 def _built(values: dict[str, Any]) -> RunConfig:
     # YAML reads a section whose lines are all commented out as null: it has its defaults.
     values = {name: value for name, value in values.items() if value is not None}
-    if by_dotted_names(values).get("evaluation.perplexity.batches", 0) is None:  # of a run before limit_tokens
-        perplexity = {name: value for name, value in values["evaluation"]["perplexity"].items() if name != "batches"}
-        values["evaluation"] = {**values["evaluation"], "perplexity": perplexity}
     data = values.get("data")
     if isinstance(data, dict) and data.get("format") == "sft":  # conversations are kept apart unless it says otherwise
         values["data"] = {"reset_attention_mask": True, **data}

@@ -4,8 +4,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,10 +12,9 @@ import torch.distributed as dist
 
 from megatron_fanformer.checkpoint.run_folder import VALIDATION_LOSS
 from megatron_fanformer.errors import DivergenceError, InputError
-from megatron_fanformer.evaluate.perplexity_sets import PerplexitySet
 from megatron_fanformer.evaluate.requests import TaskRequests
-from megatron_fanformer.evaluate.results import MetricValue, SetResult
-from megatron_fanformer.evaluate.rows import Stopped, evaluating, row_losses
+from megatron_fanformer.evaluate.results import MetricValue
+from megatron_fanformer.evaluate.rows import evaluating, row_losses
 from megatron_fanformer.evaluate.scoring import (
     perplexity_metrics,
     perplexity_of_sets,
@@ -35,22 +33,13 @@ logger = logging.getLogger(__name__)
 
 
 class Evaluation:
-    """Evaluates a run's model at the steps that are due; every rank has one.
+    """Evaluates a run's model at the steps that are due; every rank has one."""
 
-    Args:
-        survey: the tasks and the perplexity sets.
-        shall_stop: returns whether any rank has a request to stop, the same on all; a collective call.
-    """
-
-    def __init__(
-        self, config: RunConfig, survey: EvaluationSurvey, grid: RankGrid, *, shall_stop: Callable[[], bool]
-    ) -> None:
-        self._config, self._survey, self._grid, self._shall_stop = config, survey, grid, shall_stop
-        self._started, self._seconds = time.monotonic(), 0.0
-        self.was_stopped = False  # the latest one
+    def __init__(self, config: RunConfig, survey: EvaluationSurvey, grid: RankGrid) -> None:
+        self._config, self._survey, self._grid = config, survey, grid
 
     def metrics(self, step: int, stages: list[Any], valid: Mapping[str, Any]) -> dict[str, float]:
-        """Return the metrics that are due after a step; where it is stopped, those that were whole by then.
+        """Return the metrics that are due after a step.
 
         Args:
             stages: the chunks of this rank's stage, their weights up to date.
@@ -61,23 +50,16 @@ class Evaluation:
             InputError: a validation set has no learned token.
         """
         started = time.monotonic()
+        validates, evaluates = self._intervals_due(step)
         metrics: dict[str, float] = {}
-        self.was_stopped = False
-        due = self._due(step, stages, valid)
-        for number, (_, measure) in enumerate(due):
-            try:
-                metrics |= measure()
-            except Stopped:
-                self.was_stopped = True
-                left = ", ".join(name for name, _ in due[number:])
-                logger.info("step %d  evaluation stopped; not measured, and not logged: %s", step, left)
-                break
-        if not metrics:
-            return {}
-        seconds = time.monotonic() - started
-        self._seconds += seconds
-        share = self._seconds / (time.monotonic() - self._started)
-        return {**metrics, "evaluation_seconds": seconds, "evaluation_share": share}
+        if validates:
+            for name, dataset in valid.items():
+                metrics |= self._validation_loss(step, stages, name, dataset)
+        if evaluates and self._survey.sets:
+            metrics |= self._perplexity_metrics(step, stages)
+        if evaluates and self._survey.tasks:
+            metrics |= self._task_metrics(step, stages)
+        return {**metrics, "evaluation_seconds": time.monotonic() - started} if metrics else {}
 
     def is_due(self, step: int) -> bool:
         """Return whether anything is measured after a step."""
@@ -86,32 +68,13 @@ class Evaluation:
     def _intervals_due(self, step: int) -> tuple[bool, bool]:
         """Return whether validation sets are due after a step, and whether tasks and perplexity sets are."""
         validation_interval = self._config.training.eval_interval
-        intervals = (validation_interval, self._config.evaluation.interval or validation_interval)
+        evaluation_interval = self._config.evaluation.interval or validation_interval
         is_last = step >= self._config.training.steps
-        validates, evaluates = (is_last or is_due(step, interval) for interval in intervals)
-        return validates, evaluates
-
-    def _due(
-        self, step: int, stages: list[Any], valid: Mapping[str, Any]
-    ) -> list[tuple[str, Callable[[], dict[str, float]]]]:
-        """Return the name and the call of each measurement after a step, in order, the same on all ranks."""
-        due: list[tuple[str, Callable[[], dict[str, float]]]] = []
-        validates, evaluates = self._intervals_due(step)
-        if validates:
-            for name, dataset in valid.items():
-                due.append((f"validation loss ({name})", partial(self._validation_loss, step, stages, name, dataset)))
-        if evaluates:
-            losses: dict[str, SetResult] = {}
-            for perplexity_set in self._survey.sets:
-                measure = partial(self._perplexity_metrics, step, stages, perplexity_set, losses)
-                due.append((perplexity_set.name, measure))
-            if self._survey.tasks:
-                due.append((f"tasks ({', '.join(self._survey.tasks)})", partial(self._task_metrics, step, stages)))
-        return due
+        return is_last or is_due(step, validation_interval), is_last or is_due(step, evaluation_interval)
 
     def _validation_loss(self, step: int, stages: list[Any], name: str, dataset: Any) -> dict[str, float]:
         iters = self._config.training.eval_iters
-        loss = evaluate_loss(stages, dataset, self._grid, self._config, eval_iters=iters, shall_stop=self._shall_stop)
+        loss = evaluate_loss(stages, dataset, self._grid, self._config, eval_iters=iters)
         if loss is None:
             samples = iters * self._config.training.global_batch_size
             raise InputError(
@@ -122,32 +85,17 @@ class Evaluation:
         logger.info("step %d  validation loss (%s) %.4f", step, name, loss)
         return {f"{VALIDATION_LOSS}/{name}": loss}
 
-    def _perplexity_metrics(
-        self, step: int, stages: list[Any], perplexity_set: PerplexitySet, losses: dict[str, SetResult]
-    ) -> dict[str, float]:
-        """Return the metrics of all sets so far, with losses in `losses`; a group's mean comes with its last set."""
-        losses |= perplexity_of_sets(
-            stages,
-            [perplexity_set],
-            self._grid,
-            batch_tokens=self._config.evaluation_batch_tokens,
-            shall_stop=self._shall_stop,
-        )
-        name, result = perplexity_set.name, losses[perplexity_set.name]
-        _refuse_not_finite(step, f"the loss on {name}", result.loss)
-        logger.info("step %d  %s: perplexity %.2f, loss %.4f", step, name, result.perplexity, result.loss)
-        return perplexity_metrics(losses)
+    def _perplexity_metrics(self, step: int, stages: list[Any]) -> dict[str, float]:
+        batch_tokens = self._config.evaluation_batch_tokens
+        results = perplexity_of_sets(stages, self._survey.sets, self._grid, batch_tokens=batch_tokens)
+        for name, result in results.items():
+            _refuse_not_finite(step, f"the loss on {name}", result.loss)
+            logger.info("step %d  %s: perplexity %.2f, loss %.4f", step, name, result.perplexity, result.loss)
+        return perplexity_metrics(results)
 
     def _task_metrics(self, step: int, stages: list[Any]) -> dict[str, float]:
-        tasks = self._survey.tasks
-        scores = scores_of_tasks(
-            stages,
-            tasks,
-            self._grid,
-            batch_tokens=self._config.evaluation_batch_tokens,
-            every_metric=False,
-            shall_stop=self._shall_stop,
-        )
+        tasks, batch_tokens = self._survey.tasks, self._config.evaluation_batch_tokens
+        scores = scores_of_tasks(stages, tasks, self._grid, batch_tokens=batch_tokens, every_metric=False)
         metrics: dict[str, float] = {}
         for name, task in tasks.items():
             values = task_metrics(task, scores[name])
@@ -179,27 +127,17 @@ def _refuse_not_finite(step: int, what: str, value: float) -> None:
 
 
 def evaluate_loss(
-    stages: list[Any],
-    dataset: Any,
-    grid: RankGrid,
-    config: RunConfig,
-    *,
-    eval_iters: int,
-    shall_stop: Callable[[], bool] | None = None,
+    stages: list[Any], dataset: Any, grid: RankGrid, config: RunConfig, *, eval_iters: int
 ) -> float | None:
-    """Mean cross entropy per token, in nats, over the first `eval_iters` global batches of a dataset; None without
-    tokens.
+    """Return the mean cross entropy per token, in nats, over the first `eval_iters` global batches of a dataset.
 
-    Raises:
-        Stopped: `shall_stop`, which is called before each global batch, returned true.
+    None without tokens.
     """
     size, number = config.training.micro_batch_size, config.num_micro_batches(grid.data_parallel_size)
     batches = read_batches(config, grid, dataset, consumed_samples=0)
     sums = torch.zeros(2, dtype=torch.float64)  # of losses, of tokens
     with evaluating(stages):
         for _ in range(eval_iters):
-            if shall_stop is not None and shall_stop():
-                raise Stopped
             taken = list(itertools.islice(batches, number))
             losses = row_losses(stages, iter(taken), grid, num_micro_batches=number, micro_batch_size=size)
             tokens = sum(int(batch["loss_mask"].sum()) for batch in taken)

@@ -1,4 +1,4 @@
-"""Interrupts of a run: requests to stop, to save, to end in time, or to profile.
+"""Interrupts of a run: requests to stop, to save, or to end in time.
 
 One rank gets a request, and all act on it: the interrupts are summed with the numbers of every training step, and once
 more after an evaluation or a save, which may take minutes.
@@ -20,7 +20,7 @@ from megatron_fanformer.runtime.parallel import RankGrid
 
 
 class Interrupts(NamedTuple):
-    """Pending requests to stop, end, save or profile, of this rank or of any rank."""
+    """Pending requests to stop, end or save, of this rank or of any rank."""
 
     stop: bool = False
     """Save and end, with exit code 5: a signal."""
@@ -28,74 +28,39 @@ class Interrupts(NamedTuple):
     """Save and end, with exit code 0: `training.exit_duration_in_mins` are over."""
     save: bool = False
     """Save and go on: a signal, or a file."""
-    profile: bool = False
-    """Profile the next steps: a file."""
-
-
-class Request:
-    """A request by a signal or by a file, which is removed once it has been granted.
-
-    Args:
-        file: the file; None: no file.
-    """
-
-    def __init__(self, file: Path | None) -> None:
-        self._file = file
-        self._signaled = self._file_seen = self._file_granted = False
-
-    def note_signal(self) -> None:
-        """Note a signal."""
-        self._signaled = True
-
-    def is_pending(self) -> bool:
-        """Return whether there is a request that nothing has begun to grant."""
-        if self._file is not None and not self._file_granted:
-            self._file_seen = os.path.lexists(self._file)
-        return self._signaled or self._file_seen
-
-    def begin(self) -> None:
-        """Note that the action that begins now grants all requests so far."""
-        self._signaled = False
-        self._file_granted, self._file_seen = self._file_granted or self._file_seen, False
-
-    def end(self) -> None:
-        """Note that the result is published, and remove the file that requested it."""
-        if self._file is None or not self._file_granted:
-            return
-        self._file_granted = False
-        self._file.unlink(missing_ok=True)
 
 
 class InterruptListener:
-    """Collects this rank's requests to stop, end, save or profile.
+    """Collects this rank's requests to stop, end or save.
 
     Args:
-        run: the folder in which files request a save or a profile; None: none do.
+        run: the folder in which a file requests a save; None: none does.
         minutes: since the start of the run's command, after which to end; None: never.
     """
 
     def __init__(self, run: Path | None = None, minutes: float | None = None) -> None:
-        self._stop = False
-        self.save = Request(run and run / run_folder.SAVE_FILE)
-        self.profile = Request(run and run / run_folder.PROFILE_FILE)
+        self._stop = self._save = False
+        self._save_file = run and run / run_folder.SAVE_FILE
         started = time.monotonic() - seconds_since_start(devices.launcher_process() or os.getpid())
         self._end = started + 60 * (float("inf") if minutes is None else minutes)
 
     def note_signal(self, number: signal.Signals) -> None:
         """Note a signal."""
         if number == SAVE_SIGNAL:
-            self.save.note_signal()
+            self._save = True
         else:
             self._stop = True
 
     def now(self) -> Interrupts:
         """Return this rank's pending requests."""
-        return Interrupts(
-            stop=self._stop,
-            end=time.monotonic() > self._end,
-            save=self.save.is_pending(),
-            profile=self.profile.is_pending(),
-        )
+        has_file = self._save_file is not None and os.path.lexists(self._save_file)
+        return Interrupts(stop=self._stop, end=time.monotonic() > self._end, save=self._save or has_file)
+
+    def grant_save(self) -> None:
+        """Note that the save that begins now grants all requests so far, and remove the file."""
+        self._save = False
+        if self._save_file is not None:
+            self._save_file.unlink(missing_ok=True)
 
 
 def share(interrupts: Interrupts, grid: RankGrid) -> Interrupts:

@@ -57,44 +57,30 @@ class LoggingConfig:
     wandb_mode: Literal["online", "offline"] | None = None
     """`offline` keeps the log in the run's folder, for `wandb sync`; null: by WANDB_MODE, else online."""
     norm_interval: int | None = 100
-    """Steps between norms of weights and updates, and peak memory; null: none."""
+    """Steps between norms of weights, peak memory, tokens of each source, and the slowest rank; null: none."""
     phase_interval: int | None = 1000
     """Steps between measurements of the FAN map's phases (docs/metrics.md#phase-health), which CUDA graphs turn off;
     null: none."""
     folder: str | None = None
     """Folder for a log file of each rank (`rank-00000.log` and so on); `train --log-file` takes precedence."""
-    source_interval: int | None = 100
-    """Steps between counts of the tokens read from each source of `data.train_data` and `data.stages`; null: none."""
-    straggler_interval: int | None = 100
-    """Steps between checks for a slow rank (docs/clusters.md#slow-ranks); null: none."""
-    straggler_factor: float = 1.4
-    """A rank is named above this many times its pipeline stage's median time of forward and backward."""
     profile_steps: list[int] | None = None
-    """The first and the last step to profile, into the run's folder (docs/debugging.md#where-the-time-goes); null:
-    none but those that are requested while the run is going on."""
+    """The first and the last step to profile, into the run's folder (docs/debugging.md#where-the-time-goes)."""
     profile_ranks: list[int] | None = field(default_factory=lambda: [0])
     """Ranks that are profiled; null: all."""
 
     def problems(self) -> list[str]:
         """Return the rules of single fields that this configuration breaks, one line each."""
-        intervals = ("norm_interval", "phase_interval", "source_interval", "straggler_interval")
         return [
             *broken_fields("logging", self, "be at least 1", lambda value: value < 1, "log_interval"),
-            *broken_fields("logging", self, "be at least 1, or null", lambda value: value < 1, *intervals),
-            *broken_fields("logging", self, "be above 1", lambda value: not value > 1, "straggler_factor"),
+            *broken_fields(
+                "logging", self, "be at least 1, or null", lambda value: value < 1, "norm_interval", "phase_interval"
+            ),
             *broken_fields(
                 "logging",
                 self,
                 "be [FIRST, LAST] with 1 <= FIRST <= LAST",
                 lambda steps: len(steps) != 2 or not 1 <= steps[0] <= steps[1],
                 "profile_steps",
-            ),
-            *broken_fields(
-                "logging",
-                self,
-                "be ranks, from 0 on, or null",
-                lambda ranks: not ranks or min(ranks) < 0,
-                "profile_ranks",
             ),
         ]
 

@@ -39,10 +39,9 @@ z_loss | train | nats per token | with `training.z_loss_coefficient`: mean of th
     count
 grad_norm | train |  | norm of the gradient before clipping
 params_norm | train |  | every `logging.norm_interval` steps: norm of all weights
-update_norm | train |  | at the same steps: norm of the step's change of the weights
 learning_rate | train |  | learning rate of the step
 skipped | train |  | the reason, in place of the loss, where a step was not taken (docs/recovery.md)
-data/NAME/tokens | data |  | every `logging.source_interval` steps and after the last: tokens of a source that were
+data/NAME/tokens | data |  | every `logging.norm_interval` steps and after the last: tokens of a source that were
     trained on so far, without those of skipped steps; NAME is its path, below the folder of all sources
 data/NAME/epochs | data |  | the same in epochs of that source
 step_seconds | speed | s | time of computing and updating, without evaluation and saving
@@ -54,7 +53,7 @@ model_flops_utilization | speed | share | that rate over the chips' rate by thei
     products (that of FP8 in an FP8 run); left out where `plan/machines.yaml` does not know the chip
 peak_memory_bytes | speed | bytes | every `logging.norm_interval` steps: the most that any rank has held since its
     start; on a GPU what torch had allocated, on a CPU the whole process
-work_seconds/median | speed | s | a rank's forward and backward, every `logging.straggler_interval` steps, in a run
+work_seconds/median | speed | s | a rank's forward and backward, every `logging.norm_interval` steps, in a run
     of several ranks (docs/clusters.md#slow-ranks)
 work_seconds/slowest | speed | s | the same of the slowest rank
 slowest_rank | speed |  | its number
@@ -67,7 +66,6 @@ eval/NAME/BitsPerByte | evaluation | bits per byte | bits per byte of a perplexi
 eval/downstream/NAME | evaluation |  | a task's own metric, by OLMo's name
 eval/downstream_bpb/NAME | evaluation | bits per byte | bits per byte of a task's right answers, by OLMo's name
 evaluation_seconds | evaluation | s | time of the evaluation after this step
-evaluation_share | evaluation | share | share of the time since this start that evaluations have taken
 recovery/NAME | recovery |  | totals, once a run has recovered from something (docs/recovery.md#the-record)
 health/phase_p50 | health | rad | median of |p| over units and tokens
 health/phase_p90 | health | rad | its 90th percentile

@@ -51,29 +51,22 @@ def single_optimizers(optimizer: Any) -> list[Any]:
 
 
 @torch.no_grad()
-def weight_and_update_norms(optimizer: "MegatronOptimizer", rule: AdamW) -> tuple[float, float]:
-    """Return the global norms of the weights and of their last update; a collective call.
-
-    They are taken as megatron-core takes the gradient norm: of the main weights in float32, each counted once, whatever
-    ranks hold it. The update is computed again, from the states, so that nothing is kept of the weights before it.
-    """
+def weight_norm(optimizer: "MegatronOptimizer") -> float:
+    """Return the global norm of the main weights, as megatron-core takes the gradient norm; a collective call."""
     from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
     from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
     from megatron.core.transformer.module import param_is_not_shared
 
-    squares = [0.0, 0.0]
+    square = 0.0
     for part in single_optimizers(optimizer):
-        norms: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        for group in part.param_groups:
-            for weight in group["params"]:
-                is_own = param_is_not_tensor_parallel_duplicate(weight, getattr(part, "tp_group", None))
-                if is_own and param_is_not_shared(weight):
-                    norms[0].append(norm(weight).float())
-                    norms[1].append(rule.last_update_norm(weight, part.optimizer, group).float())
-        for number, part_norms in enumerate(norms):
-            total = get_grad_norm_fp32(part_norms, grad_stats_parallel_group=part.get_grad_stats_parallel_group())
-            squares[number] += total**2
-    return math.sqrt(squares[0]), math.sqrt(squares[1])
+        norms = [
+            norm(weight).float()
+            for weight in part.get_parameters()
+            if param_is_not_tensor_parallel_duplicate(weight, getattr(part, "tp_group", None))
+            and param_is_not_shared(weight)
+        ]
+        square += get_grad_norm_fp32(norms, grad_stats_parallel_group=part.get_grad_stats_parallel_group()) ** 2
+    return math.sqrt(square)
 
 
 def _overrides(rule: AdamW, stages: list[Any]) -> dict[Any, dict[str, Any]]:

@@ -90,25 +90,6 @@ class AdamW(OptimizerStates):
         """Return the number format of a state."""
         return {"exp_avg": self.exp_avg_dtype, "exp_avg_sq": self.exp_avg_sq_dtype}.get(name, "fp32")
 
-    def last_update(self, weight: "torch.Tensor", state: Mapping[str, "torch.Tensor"], group: Group) -> "torch.Tensor":
-        """Return the last update of a main weight (or a part of it), computed from the states after the step:
-        -lr (m' / (sqrt v' + eps) + decay * the weight before); of moments in bf16 by what they are rounded to.
-        """
-        lr, steps, (beta1, beta2) = group["lr"], group["step"], group["betas"]
-        size = (state["exp_avg_sq"].float() / (1 - beta2**steps)).sqrt_().add_(group["eps"])
-        rate = (state["exp_avg"].float() / (1 - beta1**steps)).div_(size)
-        decay = group["weight_decay"]
-        before = (weight + lr * rate).div_(1 - lr * decay)
-        return rate.add_(before, alpha=decay).mul_(-lr)
-
-    def last_update_norm(
-        self, weight: "torch.Tensor", optimizer: "torch.optim.Optimizer", group: Group
-    ) -> "torch.Tensor":
-        """Return the norm of that."""
-        from megatron_fanformer.ops.matrices import norm
-
-        return norm(self.last_update(weight, optimizer.state[weight], group))
-
     def state_bytes(self, name: str, dimensions: int) -> int:
         """Return the bytes of state of each element of a weight; arguments as for `group_of`."""
         number = 0
@@ -154,15 +135,6 @@ class Muon(AdamW):
     def state_dtype(self, name: str) -> StateDtype:
         """Return the number format of a state; the momentum is a first moment."""
         return self.exp_avg_dtype if name == "momentum_buffer" else super().state_dtype(name)
-
-    def last_update_norm(
-        self, weight: "torch.Tensor", optimizer: "torch.optim.Optimizer", group: Group
-    ) -> "torch.Tensor":
-        """Return the norm that the step noted of a matrix, whose update cannot be made again from a part, or Adam's."""
-        if BY_MUON not in group:
-            return super().last_update_norm(weight, optimizer, group)
-        norms: Mapping[torch.Tensor, torch.Tensor] = optimizer.update_norms  # type: ignore[attr-defined]
-        return norms[weight]
 
     def takes_whole(self, name: str, dimensions: int) -> bool:
         """Return whether it is a matrix of a layer."""

@@ -70,7 +70,7 @@ class Checkpointer:
     def save(self, step: int, **state: Any) -> None:
         """Save the state of a step, after an earlier one is published: see `CheckpointSaver.save`."""
         self.publish_if_written(step, blocking=True)
-        self._listener.save.begin()
+        self._listener.grant_save()
         with record_function("phase saving"):
             published = self._saver.save(step=step, **state)
         self._log_saved(step, published)
@@ -109,5 +109,4 @@ class Checkpointer:
         if published is not None:
             self._note_saved()
             logger.info("step %d  saved %s", step, published)  # possibly of an earlier step
-            self._listener.save.end()
             self._mirror.offer(published)

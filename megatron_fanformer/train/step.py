@@ -1,4 +1,4 @@
-"""One training step on megatron-core's schedules: forward, backward, update; and the comparison of two attempts at it.
+"""One training step on megatron-core's schedules: forward, backward, update.
 
 The loss of a step is the mean over all tokens of the global batch that the loss mask keeps, whatever the layout:
 each micro batch returns its sum and its number of tokens, and gradients are divided by the total number once.
@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,6 @@ from torch.profiler import record_function
 
 from megatron_fanformer.errors import DivergenceError
 from megatron_fanformer.model.loss_head import LossHead
-from megatron_fanformer.ops.matrices import norm
 from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid
 from megatron_fanformer.runtime.pipeline import Batches, run_schedule
 from megatron_fanformer.train.interrupts import Interrupts
@@ -34,7 +33,7 @@ from megatron_fanformer.train.optimizer import single_optimizers
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Results of one step; all but the last the same on every rank (`grad_norm`: where steps are judged)."""
+    """Results of one step; the same on every rank (`grad_norm`: where steps are judged)."""
 
     loss: float
     """Mean cross entropy per token, in nats; 0 without tokens."""
@@ -46,9 +45,6 @@ class StepResult:
     """Tokens that the loss was taken over."""
     interrupts: Interrupts
     """Interrupts of any rank before the step's numbers were summed."""
-    local: Tensor | None = None
-    """[3] float64, on the device: losses, tokens and z-losses of this rank's micro batches; None where another has the
-    loss."""
 
 
 class StepBatches:
@@ -182,84 +178,7 @@ def attempt_step(
         grad_norm=grad_norm,
         tokens=int(tokens),
         interrupts=Interrupts(*(count > 0 for count in interrupts)),
-        local=local,
     )
-
-
-class LocalNumbers(NamedTuple):
-    """A rank's own numbers of an attempt at a step: compared with another's, they show who computed otherwise."""
-
-    loss: float
-    """Mean loss of its micro batches; 0 where another rank has it."""
-    grad_norm: float
-    """Norm of those of its gradients that no other replica's were added to."""
-    sum_norm: float
-    """Norm of the sums over replicas that it alone holds."""
-
-
-def local_numbers(stages: list[DistributedDataParallel], result: StepResult) -> LocalNumbers:
-    """Return this rank's own numbers of a step whose gradients are in the buffers."""
-    loss, tokens, _ = (0.0, 1.0, 0.0) if result.local is None else result.local.tolist()
-    groups = [group for stage in stages for group in (*stage.bucket_groups, *stage.expert_parallel_bucket_groups)]
-    norms = [[norm(part).item() for part in parts] for parts in _local_and_summed(groups)]
-    return LocalNumbers(loss / max(tokens, 1.0), *(math.hypot(*parts) for parts in norms))
-
-
-def _local_and_summed(groups: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the reduced gradients in two lists: those of this rank alone, and the sums that no other rank holds.
-
-    A reduce-scatter in place writes this rank's shard of a bucket, and leaves the others as backward made them. What
-    several ranks hold the sum of (after an all-reduce, or in several instances) tells none of them from another.
-    """
-    local: list[Tensor] = []
-    summed: list[Tensor] = []
-    for group in groups:
-        if group.ddp_config.use_distributed_optimizer:
-            ranks = group.intra_distributed_optimizer_instance_group
-            shards, rank, holders = ranks.size(), ranks.rank(), group.ddp_config.num_distributed_optimizer_instances
-        else:
-            shards, rank, holders = 1, 0, group.data_parallel_group.size()
-        for bucket in group.buckets:
-            for number, shard in enumerate(bucket.grad_data.chunk(shards)):
-                if number != rank or shards == holders == 1:
-                    local.append(shard)
-                elif holders == 1:
-                    summed.append(shard)
-    return local, summed
-
-
-def compare_attempts(local: list[LocalNumbers], grid: RankGrid, *, is_good: bool) -> tuple[list[int], str]:
-    """Return the ranks that computed a step otherwise the second time, and a text that names them; a collective call.
-
-    Args:
-        local: this rank's `local_numbers` of both attempts.
-        is_good: whether nothing is wrong with the second one's numbers.
-    """
-    ranks: list[Any] = [local]
-    if grid.world_size > 1:
-        ranks = [None] * grid.world_size
-        dist.all_gather_object(ranks, local)
-    differing = _ranks_where(lambda before, after: repr(before) != repr(after), ranks)
-    not_finite = _ranks_where(lambda _, after: not all(map(math.isfinite, after)), ranks)
-    if differing:
-        who = f"rank {', '.join(map(str, differing))} computed otherwise"
-    else:
-        who = "the sum over replicas does not show by which rank" if is_good else "every rank the same"
-    if not is_good and 0 < len(not_finite) < len(ranks):  # a machine that fails each time, or its documents
-        who += f"; not finite on rank {', '.join(map(str, not_finite))} alone"
-    return differing, who
-
-
-def _ranks_where(is_odd: Callable[[Any, Any], bool], ranks: list[Any]) -> list[int]:
-    """Return the ranks whose numbers of both attempts are odd.
-
-    Sums count only where nothing else is odd: then a fault lies in gradients that were only ever added to the sum of
-    the rank that computed them, or in that rank's adding.
-    """
-    for parts in (slice(2), slice(3)):
-        if odd := [rank for rank, both in enumerate(ranks) if is_odd(*(numbers[parts] for numbers in both))]:
-            return odd
-    return []
 
 
 def gradient_norm(optimizer: MegatronOptimizer, grid: RankGrid, *, is_judged: bool) -> float:
@@ -282,16 +201,12 @@ def gradient_norm(optimizer: MegatronOptimizer, grid: RankGrid, *, is_judged: bo
 
 
 @record_function("phase update")
-def update_weights(optimizer: MegatronOptimizer, grad_norm: float, *, is_measured: bool = True) -> None:
+def update_weights(optimizer: MegatronOptimizer, grad_norm: float) -> None:
     """Clip the gradients, whose global norm is `grad_norm`, and update.
 
     (The optimizer's own `step` would compute the norm again, and spread one that is not finite.)
-
-    Args:
-        is_measured: whether `weight_and_update_norms` follows.
     """
     for part in single_optimizers(optimizer):
-        part.optimizer.notes_norms = is_measured  # only Muon's reads it
         parameters = part.get_parameters()
         if parameters and part.config.clip_grad > 0:
             clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=grad_norm)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fanformer.model.placements import all_tensors
-from megatron_fanformer.ops.matrices import norm, orthogonalize
+from megatron_fanformer.ops.matrices import orthogonalize
 from megatron_fanformer.plan.matrix_updates import BY_MUON, NEWTON_SCHULZ_STEPS, newton_schulz_flops, owners, rounds
 
 COPIED_ELEMENTS = 2**20
@@ -194,20 +194,11 @@ class MuonAndAdam(Adam):
     """Muon for groups of matrices, else AdamW."""
 
     settings: Settings
-    update_norms: dict[Tensor, Tensor]
-    """The norm of each matrix's last update, of this rank's part; empty where the last step did not note them."""
-    notes_norms = True
-    """True: a step takes these norms, which read each update once more."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.update_norms = {}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient; a collective call."""
         super().step(closure)
-        self.update_norms.clear()
         groups = {main: group for group in self.param_groups if BY_MUON in group for main in group["params"]}
         for matrices in self.settings.rounds:
             self._step_round(matrices, groups)
@@ -226,8 +217,6 @@ class MuonAndAdam(Adam):
             group = groups[main]
             change = update.reshape(main.shape).to(main.dtype).add_(main, alpha=group["weight_decay"])
             main.add_(change, alpha=-group["lr"])
-            if self.notes_norms:
-                self.update_norms[main] = norm(change) * group["lr"]
 
     def _direction(self, main: Tensor) -> Tensor:
         """Advance the momentum of a part, and return what is orthogonalized: Nesterov's look ahead."""

@@ -38,8 +38,6 @@ from megatron_fanformer.train.step import (
     StepBatches,
     StepResult,
     attempt_step,
-    compare_attempts,
-    local_numbers,
     release,
     update_weights,
     weights_in_step,
@@ -83,18 +81,16 @@ class Trainer:
             note_failure=lambda name, why: self._events.add("not_mirrored", self.step, checkpoint=name, reason=why),
         )
         self._num_micro_batches = config.num_micro_batches(grid.data_parallel_size)
-        self._evaluation = Evaluation(
-            config, start.evaluation, grid, shall_stop=lambda: share(self._listener.now(), grid).stop
-        )
+        self._evaluation = Evaluation(config, start.evaluation, grid)
         logged = config.logging
-        self.profiler = Profiler(logged, grid, self.run, self._listener.profile)
+        self.profiler = Profiler(logged, grid, self.run)
         self._step_metrics = StepMetrics(config, grid, self._optimizer)
         # What a CUDA graph runs is called from Python when it is captured, and never again.
         phase_interval = logged.phase_interval if config.kernels.cuda_graph_impl == "none" else None
         self._callbacks: list[Callback] = [
             PhaseHealth(self._stages, config.model, grid, interval=phase_interval),
             self._step_metrics,
-            Stragglers(self._wrapped, grid, interval=logged.straggler_interval, factor=logged.straggler_factor),
+            Stragglers(self._wrapped, grid, interval=logged.norm_interval),
             Garbage(),
         ]
         self._attachments: dict[str, bytes] = {}
@@ -118,7 +114,7 @@ class Trainer:
         """Run to the last step.
 
         Raises:
-            Interrupted: a signal came before the end, or during the last evaluation; the checkpoint is saved.
+            Interrupted: a signal came before the end; the checkpoint is saved.
             DivergenceError: the loss or the gradient norm is not finite.
         """
         with signals_to(self._listener.note_signal, is_last=True), manual_gc():
@@ -131,23 +127,18 @@ class Trainer:
                 if notice is None and (notice := attention_notice(self.config, self.grid)):
                     logger.warning("%s", notice)
             self._saves.finish_copies(was_stopped=stopping == "signal")
-            if stopping == "signal" and self._is_over:
-                raise Interrupted(
-                    f"complete after step {self.step}, saved, but its last evaluation was stopped; "
-                    f"`megatron-fanformer evaluate {self.run} …` measures the checkpoint",
-                    run_is_over=True,
-                )
             if stopping == "signal":
                 raise Interrupted(f"stopped after step {self.step}, saved; run the same command to continue")
             if stopping:
                 logger.info("step %d  ended and saved, as training.%s asks", self.step, stopping)
+            else:
+                steps, tokens = self.config.training.steps, self.consumed_tokens
+                logger.info("complete: %s steps, %s tokens, in %s", f"{steps:,}", f"{tokens:,}", self.run)
 
     def take_step(self) -> Stopping | None:
         """Train one step and do all that is due after it; return the reason to end now, or None."""
         with self.profiler.recording(self.step + 1):
             metrics = self._train_one_step()
-        if self._interrupts.profile:
-            self.profiler.profile_next(self.step)
         if self._bad_steps.limit_reached:
             self._go_back()
             return "signal" if self._interrupts.stop else None
@@ -193,7 +184,7 @@ class Trainer:
             return self._skipped(fault)
         if not result.tokens:  # of all ranks
             return self._skipped("its samples have no learned token")
-        update_weights(self._optimizer, result.grad_norm, is_measured=self._step_metrics.are_weights_due(self.step))
+        update_weights(self._optimizer, result.grad_norm)
         self._bad_steps.note_good(self.step, result.loss, result.grad_norm)
         return {
             **self._step_metrics.of_step(
@@ -213,12 +204,9 @@ class Trainer:
         result, fault = self._attempt(batches)
         if fault is None or not self.config.recovery.compute_again:
             return result, fault
-        numbers = [local_numbers(self._wrapped, result)]
         result, second_fault = self._attempt(batches)
-        numbers.append(local_numbers(self._wrapped, result))
-        differing, who = compare_attempts(numbers, self.grid, is_good=second_fault is None)
-        logger.info("step %d  %s; computed again, %s (%s)", self.step, fault, second_fault or "is good", who)
-        self._events.add("computed_again", self.step, first=fault, second=second_fault, ranks=differing)
+        logger.info("step %d  %s; computed again, %s", self.step, fault, second_fault or "is good")
+        self._events.add("computed_again", self.step, first=fault, second=second_fault)
         return result, second_fault
 
     def _attempt(self, batches: StepBatches) -> tuple[StepResult, str | None]:
@@ -327,7 +315,7 @@ class Trainer:
     def _shall_stop(self) -> Stopping | None:
         """Return why to end after this step, the same on all ranks; None to continue."""
         if self._is_over:
-            return "signal" if self._evaluation.was_stopped else None  # else there is nothing left to stop
+            return None
         if self._interrupts.stop:
             return "signal"
         if self._interrupts.end:

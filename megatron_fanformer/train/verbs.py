@@ -50,17 +50,14 @@ def train(options: TrainOptions) -> None:
     with ended_by_stop_signals(report_stopped):  # from before what takes seconds to import
         end_with_launcher()
         device.quieten_libraries()  # the rest once the configuration is read
-        from megatron_fanformer.train.run_log import print_summary
         from megatron_fanformer.train.start import run_rank, start_run
 
         address = device.rank_address()
         if address is None:
-            run = start_run(options.config, options.overrides, options.command_line, options.log_file)
+            start_run(options.config, options.overrides, options.command_line, options.log_file)
         else:
             with report_failure():
-                run = run_rank(options.config, options.overrides, address, options.log_file)
-        if run is not None:
-            print_summary(run)
+                run_rank(options.config, options.overrides, address, options.log_file)
 
 
 def config(options: ConfigOptions) -> None:

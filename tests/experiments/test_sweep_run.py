@@ -315,7 +315,6 @@ def test_what_a_sweep_decides_itself_is_refused(tmp_path: Path, tokens: str, fie
         ({"evaluation.perplexity.chunk_tokens": 8}, "loss", None),
         ({"training.micro_batch_size": 1}, "loss", None),
         ({"training.eval_interval": 1}, "loss", None),
-        ({"training.max_restarts": 3}, "loss", None),
         ({"data.allow_change": ["train"]}, "loss", None),
     ],
 )

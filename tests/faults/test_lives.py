@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megatron_fanformer.runtime.roll_call import ANSWER_SECONDS
-from megatron_fanformer.train.metrics import METRICS, read_metrics
+from megatron_fanformer.train.metrics import METRICS
 from tests.patience import is_running, wait_until
 from tests.small_runs import ROOT, small_run, start_command, write_config, write_tokens
 
@@ -152,22 +152,6 @@ def ask_for_saves(run: Run) -> None:
     run.process.terminate()
 
 
-def kill_ranks_until_it_gives_up(run: Run) -> None:
-    """A restart is allowed: each new checkpoint allows another one, and without a new one the second is refused."""
-    for rank in (1, 0):
-        saved = run.checkpoints
-        run.wait_until(lambda saved=saved: run.checkpoints > saved)
-        before, killed = run.steps, run.ranks
-        run.kill(rank, signal.SIGKILL)
-        run.wait_until(lambda killed=killed: not any(map(is_running, killed.values())))
-        run.wait_until(lambda: len(rank_processes(run.process.pid)) == 2)
-        run.wait_until(lambda before=before: run.steps > before)
-        run.ranks = rank_processes(run.process.pid)
-    steps = [metrics["step"] for metrics in read_metrics(run.folder / "run")]
-    assert steps == list(range(1, len(steps) + 1))
-    run.kill(0, signal.SIGKILL)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Fault:
     """Something that happens to a run, and what must follow."""
@@ -201,12 +185,6 @@ FAULTS: dict[str, Fault] = {
     "paused rank": Fault(do=pause_rank, code=5, line=SAVED, seconds=30),
     "three signals": Fault(do=terminate_thrice, code=5, line=f"stopped on SIGTERM, {SAVED}", seconds=30),
     "asked to save": Fault(do=ask_for_saves, code=5, line=SAVED, seconds=30),
-    "restarted": Fault(
-        do=kill_ranks_until_it_gives_up,
-        code=1,
-        line="^megatron-fanformer: rank 0: was killed by SIGKILL$",
-        sections={"training": {"max_restarts": 1}, "checkpoint": {"save_interval": 20}},
-    ),
     "a signal at start": Fault(do=terminate_at_start, code=5, line=f"stopped on SIGTERM {NO_STEP}", steps=0),
 }
 

@@ -3,7 +3,7 @@
 All of it is here but the entry in `OPTIMIZERS`, which `registered` makes for as long as a test needs it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -47,14 +47,6 @@ class Momentum(AdamW):
     def states(self, group: Group) -> tuple[str, ...]:
         """Return one buffer, or Adam's moments."""
         return ("momentum_buffer",) if "momentum" in group else super().states(group)
-
-    def last_update(self, weight: torch.Tensor, state: Mapping[str, torch.Tensor], group: Group) -> torch.Tensor:
-        """Return -lr (buffer + decay * the weight before), or Adam's."""
-        if "momentum" not in group:
-            return super().last_update(weight, state, group)
-        lr, decay, buffer = group["lr"], group["weight_decay"], state["momentum_buffer"]
-        before = (weight + lr * buffer) / (1 - lr * decay)
-        return -lr * (buffer + decay * before)
 
 
 @contextmanager

@@ -36,19 +36,18 @@ def held_bytes() -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def take_three_steps(values: dict[str, Any]) -> tuple[dict[str, Any], list[Any], tuple[int, int]]:
-    """On a rank: the metrics of the third step, this rank's weights before and after it, and its memory around all."""
+def take_three_steps(values: dict[str, Any]) -> tuple[dict[str, Any], Any, tuple[int, int]]:
+    """On a rank: the metrics of the third step, this rank's weights after it, and its memory around all."""
     before = held_bytes()
     with trainer_of(values, console=Console(file=io.StringIO())) as trainer:
         written: list[dict[str, Any]] = []
         trainer._logs.write = lambda _step, metrics: written.append(metrics)  # type: ignore[method-assign]
-        weights = []
         for _ in range(3):
             trainer.take_step()
-            with weights_in_step(trainer._wrapped):
-                weights.append(shards_of(trainer._stages, trainer.grid))
+        with weights_in_step(trainer._wrapped):
+            weights = shards_of(trainer._stages, trainer.grid)
     assert [("params_norm" in metrics) for metrics in written] == [False, False, True]
-    return written[-1], weights[1:], (before, held_bytes())
+    return written[-1], weights, (before, held_bytes())
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -64,23 +63,17 @@ def test_norms_are_those_of_the_whole_model(
         parallel=parallel,
         model={"untie_embeddings_and_output_weights": not tied},
         optimizer={"lr": 1e-2, "weight_decay": 0.5},
-        logging={"norm_interval": 3, "phase_interval": None, "straggler_interval": None},
+        logging={"norm_interval": 3, "phase_interval": None},
     )
     check_norms(run_on_ranks(ranks, take_three_steps, values))
 
 
-def check_norms(found: list[Any], update_error: float = 1e-5) -> None:
-    """Hold the metrics of all ranks against their weights before and after the step.
-
-    Args:
-        update_error: bound of the update's norm, relative.
-    """
-    before, after = (gather([weights[number] for _, weights, _ in found]) for number in (0, 1))
-    whole = torch.stack([weight.double().norm() for weight in after.values()]).norm()
-    update = torch.stack([(weight.double() - before[key]).norm() for key, weight in after.items()]).norm()
+def check_norms(found: list[Any]) -> None:
+    """Hold the metrics of all ranks against their weights."""
+    weights = gather([weights for _, weights, _ in found])
+    whole = torch.stack([weight.double().norm() for weight in weights.values()]).norm()
     for metrics, _, _ in found:
         assert metrics["params_norm"] == pytest.approx(whole.item(), rel=1e-6)
-        assert metrics["update_norm"] == pytest.approx(update.item(), rel=update_error)
         least, most = (max(held) for held in zip(*(own for _, _, own in found), strict=True))
         assert least <= metrics["peak_memory_bytes"] <= most
     assert len({metrics["peak_memory_bytes"] for metrics, _, _ in found}) == 1
@@ -132,7 +125,7 @@ def take_steps(
     try:
         with rank_grid(parallel, "cpu") as grid, mock.patch.object(time, "perf_counter", lambda: now[0]):
             config = SimpleNamespace(finalize_model_grads_func=lambda wait: now.append(now.pop() + wait))
-            stragglers = Stragglers([SimpleNamespace(config=config)], grid, interval=interval, factor=1.4)
+            stragglers = Stragglers([SimpleNamespace(config=config)], grid, interval=interval)
             for step in steps:
                 stragglers.begin_step(step)
                 now[0] += seconds[grid.rank] * (100 if step == 7 else 1)  # a moment's disturbance
@@ -151,18 +144,10 @@ def test_the_slow_rank_is_named_by_what_it_does_before_the_others_wait(run_on_ra
         assert report["slowest_rank"] == 1
         assert report["work_seconds/slowest"] == pytest.approx(2.0)
         assert report["work_seconds/median"] == pytest.approx(1.25)
-    assert len(lines) == 2 and all("rank 1 on " in line and "4 times the median" in line for line in lines)
+    assert len(lines) == 2 and all("rank 1 holds" in line and "4 times the median" in line for line in lines)
 
 
 def test_a_rank_is_held_against_its_own_stage(run_on_ranks: RunOnRanks) -> None:
     """The second stage takes twice as long; in the first, one rank takes a fifth longer than the other."""
     (reports, lines), *_ = run_on_ranks(4, take_steps, [1.0, 1.2, 2.0, 2.1], 2, 5, range(1, 6))
     assert reports[5]["slowest_rank"] == 1 and lines == []
-
-
-@pytest.mark.parametrize(("interval", "steps", "reported"), [(None, range(1, 9), []), (4, range(3, 9), [8])])
-def test_nothing_is_reported_of_no_steps_or_of_the_first_few(
-    run_on_ranks: RunOnRanks, interval: int | None, steps: range, reported: list[int]
-) -> None:
-    for reports, _ in run_on_ranks(2, take_steps, [1.0, 1.0], 1, interval, steps):
-        assert list(reports) == reported

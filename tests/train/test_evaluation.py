@@ -1,16 +1,13 @@
 """Evaluation in the loop: what it measures, that it changes nothing, and that it stops when asked to."""
 
 import hashlib
-import signal
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
-from megatron_fanformer.checkpoint import run_folder
-from megatron_fanformer.errors import InputError, Interrupted
+from megatron_fanformer.errors import InputError
 from megatron_fanformer.train.config import config_from_dict
 from megatron_fanformer.train.metrics import metric_of, read_metrics
 from megatron_fanformer.train.preflight import find_start
@@ -30,7 +27,6 @@ NAMES = {
     "eval/downstream/mrpc_f1",
     *(f"eval/downstream_bpb/{task}_bpb" for task in TASKS),
     "evaluation_seconds",
-    "evaluation_share",
 }
 
 
@@ -87,70 +83,7 @@ def test_a_run_is_the_same_to_the_bit_with_and_without_evaluation(
     for line, alone in zip(lines, read_metrics(tmp_path / "alone"), strict=True):
         measured = {name: value for name, value in line.items() if name.startswith(("eval/", "validation"))}
         assert measured == pytest.approx({name: alone[name] for name in measured}, rel=SAME_SCORES)
-    assert lines[-1]["evaluation_seconds"] > 0 and 0 < lines[-1]["evaluation_share"] < 1
-
-
-def train_and_signal(values: dict[str, Any], batches: int) -> tuple[int, str | None, bool]:
-    """Train; a signal comes to rank 1 in an evaluation's batch.
-
-    The batches after it, what the run said when it stopped, if it did, and whether it was over.
-    """
-    import megatron_fanformer.train.evaluation  # noqa: F401  keeps what it imports: its batches do not count
-    from megatron_fanformer.evaluate import rows
-
-    taken, right = 0, rows.row_losses
-
-    def counted(*arguments: Any, **named: Any) -> Any:
-        nonlocal taken
-        taken += 1
-        if taken == batches and torch.distributed.get_rank() == 1:
-            signal.raise_signal(signal.SIGTERM)
-        return right(*arguments, **named)
-
-    message, is_over = None, False
-    with mock.patch.object(rows, "row_losses", counted):
-        try:
-            small_runs.train(values)
-        except Interrupted as stop:
-            message, is_over = str(stop), stop.run_is_over
-    return taken - batches, message, is_over
-
-
-TIME = {"evaluation_seconds", "evaluation_share"}
-LOSS = {"validation_loss/held-out"}
-OF_SET = {name for name in NAMES if name.startswith("eval/own-set/")}
-
-
-@pytest.mark.parametrize(
-    ("batches", "whole", "train_iters"),
-    [
-        pytest.param(1, LOSS, 3, id="in a perplexity set, after the last step"),
-        pytest.param(2, LOSS | OF_SET, 7, id="at the end of a perplexity set"),
-    ],
-)
-def test_a_signal_is_answered_after_the_batch_and_only_what_is_whole_is_logged(
-    run_on_ranks: RunOnRanks,
-    tmp_path: Path,
-    tokens: str,
-    evaluated: Any,
-    batches: int,
-    whole: set[str],
-    train_iters: int,
-) -> None:
-    run = tmp_path / "run"
-    evaluated["training"]["train_iters"] = train_iters
-    values = small_run(tokens, run, **evaluated, parallel={"data_parallel_size": 2}, schedule={"lr_warmup_iters": 1})
-    message = "stopped after step 3, saved; run the same command to continue"
-    if train_iters == 3:
-        message = (
-            "complete after step 3, saved, but its last evaluation was stopped; "
-            f"`megatron-fanformer evaluate {run} …` measures the checkpoint"
-        )
-    assert run_on_ranks(2, train_and_signal, values, batches) == [(0, message, train_iters == 3)] * 2
-    last = read_metrics(run)[-1]
-    assert last["step"] == 3
-    assert {name for name in last if name.startswith(("eval", "validation"))} == whole | TIME
-    assert run_folder.latest_checkpoint(run) == run / run_folder.CHECKPOINTS / "step-00000003"
+    assert lines[-1]["evaluation_seconds"] > 0
 
 
 # -- before anything is loaded

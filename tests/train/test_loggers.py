@@ -247,7 +247,7 @@ def run(run_on_ranks: RunOnRanks, tmp_path_factory: pytest.TempPathFactory) -> P
         data={"valid_data": {"held-out": [tokens]}},
         training={"train_iters": STEPS, "exit_interval": 4, "eval_interval": 4, "eval_iters": 1},
         checkpoint={"save_interval": 5},
-        logging={"norm_interval": 1, "phase_interval": 1, "straggler_interval": 4},
+        logging={"norm_interval": 1, "phase_interval": 1},
     )
     assert run_on_ranks(2, train_with_it, values, ()) == [(None, [0]), (None, [])]
     values["training"]["exit_interval"] = None

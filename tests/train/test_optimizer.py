@@ -1,7 +1,6 @@
 """An optimizer by name, its parameter groups, and those beside AdamW: Muon, and one of one file and one entry."""
 
 import dataclasses
-import io
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.optimizer_state import set_groups
@@ -18,15 +16,13 @@ from megatron_fanformer.configuration import field_texts
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.plan.gradient_buffers import EMBEDDING
 from megatron_fanformer.train.config import config_from_dict
-from megatron_fanformer.train.optimizer import single_optimizers
 from megatron_fanformer.train.optimizers import OPTIMIZERS, OptimizerConfig
 from megatron_fanformer.train.preflight import _resume_problems
 from tests.checkpoint import states
 from tests.checkpoint.states import Shown, layers_for, small_model, training, world_size
-from tests.small_runs import RunOnRanks, small_run, trainer_of, write_config, write_tokens
+from tests.small_runs import RunOnRanks, small_run, write_config
 from tests.train.layouts import gather
 from tests.train.momentum import NAME, registered
-from tests.train.test_callbacks import LAYOUTS, check_norms, take_three_steps
 
 SAVED = {"lr": 1e-3, "max_lr": 2e-3, "min_lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "step": 7, "weight_decay": 0.1}
 PRESENT = {"lr": 4e-3, "max_lr": 5e-3, "min_lr": 0.0, "betas": (0.8, 0.99), "eps": 1e-5, "weight_decay": 0.3}
@@ -143,39 +139,3 @@ def test_a_checkpoint_loads_in_another_layout(
     assert others[0].next_losses == pytest.approx(
         ranks[0].next_losses, rel=SAME_LOSS if dtype == torch.float32 else 1e-2
     )
-
-
-@pytest.mark.parametrize("layout", ["alone", "dp2", "tp2-sequence"])
-def test_norms_are_those_of_the_whole_model(run_on_ranks: RunOnRanks, tmp_path: Path, layout: str) -> None:
-    ranks, parallel = LAYOUTS[layout]
-    values = small_run(
-        write_tokens(tmp_path / "tokens"),
-        tmp_path / "run",
-        parallel=parallel,
-        optimizer={"name": "muon", "lr": 1e-2, "weight_decay": 0.5},
-        logging={"norm_interval": 3, "phase_interval": None, "straggler_interval": None},
-    )
-    check_norms(run_on_ranks(ranks, take_three_steps, values))
-
-
-def noted_norms(values: dict[str, Any]) -> list[int]:
-    """How many matrices' norms each of four steps took."""
-    with trainer_of(values, console=Console(file=io.StringIO())) as trainer:
-        [part] = single_optimizers(trainer._optimizer)
-        counts = []
-        for _ in range(4):
-            trainer.take_step()
-            counts.append(len(part.optimizer.update_norms))
-        assert part.optimizer.settings.matrices
-        return counts
-
-
-def test_muon_takes_norms_in_the_steps_that_report_them(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
-    values = small_run(
-        write_tokens(tmp_path / "tokens"),
-        tmp_path / "run",
-        optimizer={"name": "muon"},
-        logging={"norm_interval": 2},
-    )
-    [counts] = run_on_ranks(1, noted_norms, values)
-    assert [count > 0 for count in counts] == [False, True, False, True]

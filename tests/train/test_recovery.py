@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable, Collection
 from math import inf, nan
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,7 +18,7 @@ from megatron_fanformer.train.config import config_from_dict
 from megatron_fanformer.train.metrics import read_metrics
 from megatron_fanformer.train.preflight import find_start
 from megatron_fanformer.train.recovery import BadSteps, RecoveryConfig, read_events
-from megatron_fanformer.train.step import StepBatches, compare_attempts
+from megatron_fanformer.train.step import StepBatches
 from tests.small_runs import RunOnRanks, small_run, trainer_of
 from tests.train.test_trainer import numbers, stored_tensors, train
 
@@ -122,13 +121,12 @@ def test_poisoned_steps_are_skipped_as_if_they_had_been_named(
     assert [m["step"] for m in skipped] == [3, 7, 10]
     assert {m["skipped"] for m in skipped} == {"the gradient norm is nan"}
     assert read_metrics(tmp_path / "run")[-1]["recovery/skipped_steps"] == 3
-    assert [event["ranks"] for event in events(tmp_path / "run", "computed_again")] == [[], [], []]
+    assert len(events(tmp_path / "run", "computed_again")) == 3
 
 
-def test_a_fault_of_a_machine_leaves_no_trace_but_a_line_that_names_the_rank(
+def test_a_fault_of_a_machine_leaves_no_trace_but_an_event(
     run_on_ranks: RunOnRanks, tmp_path: Path, configured: Configured, without: Without
 ) -> None:
-    """The rank that computed the gradient alone, whether or not it holds the sum, too."""
     values = configured(tmp_path / "run")
     assert run_on_ranks(2, train_poisoned, values, Poison((4, 11), attempts=1, ranks=(1, 0))) == [None, None]
     assert_same_end(run_on_ranks, tmp_path / "run", without())
@@ -137,7 +135,6 @@ def test_a_fault_of_a_machine_leaves_no_trace_but_a_line_that_names_the_rank(
         (4, "the gradient norm is nan", None),
         (11, "the gradient norm is nan", None),
     ]
-    assert [event["ranks"] for event in again] == [[1], [0]]
     assert events(tmp_path / "run", "skipped") == []
 
 
@@ -360,28 +357,6 @@ def test_medians_are_those_of_the_checkpoint_that_a_run_goes_back_to() -> None:
     assert steps.medians() == saved
     assert steps.fault_in(2.0, 20.0 * RecoveryConfig().spiky_grad_norm_factor + 1) is not None
     assert steps.fault_in(2.0 * RecoveryConfig().spiky_loss_factor, 20.0) is None
-
-
-@pytest.mark.parametrize(
-    ("numbers", "differing", "says"),
-    [
-        ((((2, inf, 1),) * 2, ((2, inf, 1),) * 2), [], "every rank the same"),
-        ((((2, 1, inf),) * 2, ((2, 1, 1),) * 2), [], "every rank the same; not finite on rank 0 alone"),
-        ((((2, 1, 1), (2, 3, 1)), ((2, inf, 1),) * 2), [0], "rank 0 computed otherwise; not finite on rank 1 alone"),
-        ((((2, 1, nan), (2, 1, 3)), ((2, 1, 1), (2, 1, 1))), [0], "rank 0 computed otherwise"),
-        ((((2, 0, 0),) * 2, ((2, 0, 0),) * 2), [], "the sum over replicas does not show by which rank"),
-    ],
-)
-def test_the_rank_whose_numbers_alone_are_not_as_they_should_be_is_named(
-    monkeypatch: pytest.MonkeyPatch, numbers: Any, differing: list[int], says: str
-) -> None:
-    """By rank: its loss, the norm of its own gradients, and that of its sums, at both attempts."""
-    monkeypatch.setattr(
-        torch.distributed, "all_gather_object", lambda ranks, _own: ranks.__setitem__(slice(None), numbers)
-    )
-    grid: Any = SimpleNamespace(world_size=2)
-    is_good = "not finite" not in says and not says.startswith("every")
-    assert compare_attempts(numbers[0], grid, is_good=is_good) == (differing, says)
 
 
 def test_a_new_checkpoint_behind_a_good_step_lets_a_run_go_back_again() -> None:

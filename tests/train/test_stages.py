@@ -46,7 +46,7 @@ def values(tmp_path: Path) -> dict[str, Any]:
     }
     data = {"train_data": ["3", long, "1", npy[0]], "stages": stages}
     training = {"train_iters": STEPS, "global_batch_size": BATCH, "micro_batch_size": 1}
-    return small_run(long, tmp_path / "run", data=data, training=training, logging={"source_interval": 5})
+    return small_run(long, tmp_path / "run", data=data, training=training, logging={"norm_interval": 5})
 
 
 def test_the_start_shows_the_learning_rates_of_each_stage(values: dict[str, Any]) -> None:

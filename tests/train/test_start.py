@@ -1,4 +1,4 @@
-"""The start of a run of many ranks, for which one of them looks at the files; and restarts after a failure."""
+"""The start of a run of many ranks, for which one of them looks at the files."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -11,11 +11,8 @@ import pytest
 
 from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.run_lock import run_lock
-from megatron_fanformer.data.check import CheckedData
-from megatron_fanformer.data.fingerprint import DataFingerprint, SetFingerprint
 from megatron_fanformer.runtime import parallel
 from megatron_fanformer.runtime.device import RankAddress
-from megatron_fanformer.runtime.launch import RankFailed
 from megatron_fanformer.train import start
 from megatron_fanformer.train.config import config_from_dict, load_config
 from megatron_fanformer.train.preflight import RunStart, _resume_problems, find_start
@@ -167,63 +164,3 @@ def test_the_remedy_for_other_rows_of_the_vocabulary_is_one(tmp_path: Path) -> N
     assert problem.startswith("model.padded_vocab_size is 320, but ") and problem.endswith(remedy)
     values["model"]["make_vocab_size_divisible_by"] = 384
     assert _resume_problems(checkpoint, config_from_dict(values), "train_iters") == []
-
-
-# -- restarts; killed processes are in tests/faults
-
-
-KILLED = RankFailed("rank 1: was killed by SIGKILL", 1)
-
-
-def begun(step: int) -> RunStart:
-    """What a run starts from when its last checkpoint is of that step."""
-    candidates = (Path(f"step-{step}"),) if step else ()
-    identity = DataFingerprint(train=SetFingerprint(digest=""))
-    return RunStart(candidates=candidates, data=mock.create_autospec(CheckedData), identity=identity, train_iters=1)
-
-
-class Launches:
-    """Stands for the ranks: each launch fails as it is told, until none is left, which succeeds."""
-
-    def __init__(self, tmp_path: Path, failures: list[RankFailed], saved: list[int], *, max_restarts: int) -> None:
-        self.pauses: list[float] = []
-        self.starts: list[RunStart] = []
-        self._failures, self._saved = iter(failures), iter(map(begun, saved))
-        self._config = config_from_dict(small_run("tokens", tmp_path, training={"max_restarts": max_restarts}))
-
-    def run(self) -> None:
-        with (
-            mock.patch.object(start, "launch_ranks", self._launch),
-            mock.patch.object(start, "find_start", lambda *_, **__: next(self._saved)),
-            mock.patch.object(start.time, "sleep", self.pauses.append),
-        ):
-            start._launch(self._config, 2, [], begun(0))
-
-    def _launch(self, *_: object, payload: tuple[RunStart, str | None], **__: object) -> None:
-        self.starts.append(payload[0])
-        if (failure := next(self._failures, None)) is not None:
-            raise failure
-
-
-def test_each_new_checkpoint_allows_the_restarts_anew(tmp_path: Path) -> None:
-    launches = Launches(tmp_path, [KILLED] * 4, [0, 10, 10, 20], max_restarts=2)
-    launches.run()
-    resumed = [begun.resumed and begun.resumed.name for begun in launches.starts]
-    assert resumed == [None, None, "step-10", "step-10", "step-20"]
-    assert launches.pauses == [1, 1, 2, 1]
-
-
-@pytest.mark.parametrize(
-    ("failure", "max_restarts", "pauses"),
-    [
-        (KILLED, 9, [1, 2, 4, 8, 16, 32, 60, 60, 60]),  # without a new checkpoint
-        (KILLED, 0, []),
-        *((RankFailed("rank 1: would fail again", code), 5, []) for code in (2, 3, 4)),
-        (RankFailed("rank 1: was told to stop", 1, was_stopping=True), 5, []),
-    ],
-)
-def test_restarts_come_to_an_end(tmp_path: Path, failure: RankFailed, max_restarts: int, pauses: list[float]) -> None:
-    launches = Launches(tmp_path, [failure] * 99, [10] * 99, max_restarts=max_restarts)
-    with pytest.raises(RankFailed, match="rank 1"):
-        launches.run()
-    assert launches.pauses == pauses
