@@ -4,13 +4,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from megatron_fanformer import terminal
-from megatron_fanformer.prepare import workers as progress
-from megatron_fanformer.prepare.workers import PrepareProgress
 from megatron_fanformer.train.metrics import read_metrics
 from tests.small_runs import ROOT, small_run, write_config, write_tokens
 
@@ -30,18 +27,6 @@ def test_text_stands_left_and_numbers_right() -> None:
         "  a path  /x/y",
         "          more",
     ]
-
-
-def test_progress_of_prepare_in_a_pipe_is_a_line_a_minute(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    clock = iter(range(0, 10_000, 20))
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
-    with progress.progress_line("preparing") as show:
-        for done in range(5):
-            show(PrepareProgress(documents=done, text_bytes=0, input_bytes=done, input_bytes_total=5))
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(",")[0] for line in lines] == ["preparing: 2 documents", "preparing: 4 documents"]
 
 
 def bash(line: str) -> "subprocess.CompletedProcess[str]":

@@ -65,15 +65,13 @@ def schema(*, is_chats: bool) -> Any:
 class LedgerWriter:
     """Writes one row per document, in groups of a fixed size, so that the file's bytes are fixed too."""
 
-    def __init__(self, file: Any, *, is_chats: bool) -> None:
-        """Write into an open binary `file`, which the caller closes."""
+    def __init__(self, path: Path, *, is_chats: bool) -> None:
         from pyarrow import parquet
 
-        self.file = file
         self._schema = schema(is_chats=is_chats)
         repeated = ["source", "shard", *(["outcome"] if is_chats else [])]
         self._writer = parquet.ParquetWriter(
-            file,
+            path,
             self._schema,
             compression="zstd",
             use_dictionary=repeated,
@@ -109,7 +107,7 @@ class LedgerWriter:
         self._writer.close()
 
     def abandon(self) -> None:
-        """Close the writer of a ledger that will not be finished, once its file takes no more."""
+        """Close the writer of a ledger that will not be finished."""
         import pyarrow
 
         with suppress(pyarrow.ArrowException, OSError):  # of a write that failed before

@@ -3,8 +3,6 @@
 It is written last, so that a prefix with a manifest is complete.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +12,6 @@ from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.stores import is_url
 
 MANIFEST_SUFFIX = ".manifest.json"
-MOST_SOURCES = 1000  # that are counted: some data sets have an address of its own as the source of each document
 Format = Literal["megatron", "npy"]
 Learn = Literal["all", "last"]
 TooLong = Literal["cut", "drop"]
@@ -96,13 +93,6 @@ class Encoding(_Part, frozen=True, kw_only=True):
     """Why it is not the fastest one; None if it is, or if it was requested."""
 
 
-class SourceCounts(_Part, frozen=True, kw_only=True):
-    """Counts of one source."""
-
-    documents: int
-    tokens: int
-
-
 class TokenFiles(_Part, frozen=True, kw_only=True):
     """The files of one prefix, with their counts."""
 
@@ -136,22 +126,6 @@ class Manifest(_Part, frozen=True, kw_only=True, tag_field="kind", tag="preparat
     inputs: list[InputRecord]
     outputs: list[TokenFiles]
     versions: dict[str, str]
-    by_source: dict[str, SourceCounts] | None = None
-    """Counts by the documents' `source`, "" for those without one; None where they were not counted, or there are more
-    than `MOST_SOURCES`."""
-
-
-def sum_by_source(counts: Iterable[Mapping[str, SourceCounts] | None]) -> dict[str, SourceCounts] | None:
-    """Return the sums of counts by source; None where one of them is None, or there are too many sources."""
-    documents, tokens = Counter[str](), Counter[str]()
-    for by_source in counts:
-        if by_source is None:
-            return None
-        documents.update({source: count.documents for source, count in by_source.items()})
-        tokens.update({source: count.tokens for source, count in by_source.items()})
-        if len(documents) > MOST_SOURCES:
-            return None
-    return {name: SourceCounts(documents=documents[name], tokens=tokens[name]) for name in sorted(documents)}
 
 
 def manifest_path(prefix: str) -> Path:

@@ -241,11 +241,7 @@ class ChatEncoder:
         self._dtype = np.dtype(settings.dtype)
 
     def encode(self, number: int, block: Block) -> EncodedBlock:
-        """Encode the conversations of `block`, the file's `number`-th, in order.
-
-        Raises:
-            TokenizersDisagree: gigatoken gives other ids than the exact library.
-        """
+        """Encode the conversations of `block`, the file's `number`-th, in order."""
         outcomes = parse_block(block, self.parser)
         rendered: dict[int, RenderedChat] = {}  # by line
         for line, chat in enumerate(outcomes):

@@ -78,31 +78,30 @@ class DocumentParser:
     """Extract text, id and source from one line or row; build nothing else of the JSON object.
 
     Args:
-        text_field: the field (the column) that holds the text; if it is `id` or `source`, documents have none. On a
-            line without a text as `a.b`, it is the field `b` of the object `a`.
+        text_field: the field (the column) that holds the text; if it is `id` or `source`, documents have none.
 
     Raises:
         InputError: `text_field` holds a quote, a backslash or a control character.
     """
 
     def __init__(self, text_field: str = "text") -> None:
-        self._text_field, self._path = text_field, text_field.split(".")
-        self._beside = [name for name in ("id", "source") if name != self._path[0]]  # the text field is neither
+        self._text_field = text_field
+        self._beside = [name for name in ("id", "source") if name != text_field]
+        absent: dict[str, Any] = {name: None for name in ("id", "source") if name == text_field}
+        fields: list[Any] = [("text", str), *((name, Scalar, None) for name in self._beside)]
         try:
-            lines = [_object_type(path, self._beside) for path in ([text_field], self._path)[: len(self._path)]]
+            line = msgspec.defstruct("Line", fields, rename={"text": text_field}, namespace=absent)
         except ValueError as error:
             raise InputError(f"text_field {text_field!r} cannot be a field name: {error}") from error
-        self._decoders: list[Callable[[bytes], Any]] = [msgspec.json.Decoder(line).decode for line in lines]
+        self._decode: Callable[[bytes], Any] = msgspec.json.Decoder(line).decode
 
     def parse(self, line: bytes) -> Document | Refusal:
         """Return the document on `line` (without or with its line end), or the reason that there is none."""
-        for decode in self._decoders:
-            try:
-                fields = decode(line)
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-                continue
-            return self.judge(fields.text, fields.id, fields.source)
-        return self._look_again(line)
+        try:
+            fields = self._decode(line)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return self._look_again(line)
+        return self.judge(fields.text, fields.id, fields.source)
 
     def parse_text(self, data: bytes, id: str) -> Document | Refusal:
         """Return a text file as a document, without a byte order mark, or the reason that it is none."""
@@ -153,26 +152,13 @@ class DocumentParser:
         fields = decoded_again(line)
         if isinstance(fields, Refusal):
             return fields
-        text: Any = fields
-        for name in [self._text_field] if isinstance(fields.get(self._text_field), str) else self._path:
-            if not isinstance(text, dict) or name not in text:
-                return Refusal(NO_TEXT_FIELD)
-            text = text[name]
+        if self._text_field not in fields:
+            return Refusal(NO_TEXT_FIELD)
+        text = fields[self._text_field]
         if isinstance(text, str) and has_surrogate(text):
             return Refusal(UNPAIRED_SURROGATE)
         beside = {name: fields.get(name) for name in self._beside}
         return self.judge(text, beside.get("id"), beside.get("source"))
-
-
-def _object_type(path: Sequence[str], beside: Sequence[str] = ()) -> Any:
-    """Return a struct whose `text` is at a path of fields of a JSON object, and whose `id` and `source` are beside."""
-    inner = _object_type(path[1:]) if len(path) > 1 else str
-    attributes: dict[str, Any] = {name: None for name in ("id", "source") if name not in beside}
-    field = "text"
-    if len(path) > 1:
-        field, attributes["text"] = "inner", property(lambda line: line.inner.text)
-    fields: list[Any] = [(field, inner), *((name, Scalar, None) for name in beside)]
-    return msgspec.defstruct("Line", fields, rename={field: path[0]}, namespace=attributes)
 
 
 def _values(column: Any) -> list[Any]:

@@ -1,19 +1,19 @@
 """Input files of a preparation: files, folders, glob patterns and lists of them, in one fixed order."""
 
 import glob
-import itertools
+import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from megatron_fanformer.data.blends import TEXT_ENCODING
+from megatron_fanformer.data.remote_files import RemoteFile, forget, listed, look_up, optional_contents
 from megatron_fanformer.durable_files import sha256_of, sha256_of_pieces
-from megatron_fanformer.errors import InputError, redacted
-from megatron_fanformer.stores import READ_BYTES, driver_of, is_url, password_problem, pieces, query
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.stores import READ_BYTES, driver_of, is_url, password_problem, pieces
 from megatron_fanformer.terminal import plural, show
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
@@ -25,22 +25,16 @@ LINE_SUFFIXES, TEXT_SUFFIXES = (
 PARQUET_SUFFIX = ".parquet"
 CHAT_SUFFIXES = (*LINE_SUFFIXES, PARQUET_SUFFIX)
 DOCUMENT_SUFFIXES = (*CHAT_SUFFIXES, *TEXT_SUFFIXES)
-LOOKUPS_AT_ONCE = 16
 # In a folder these are manifests and ledgers of a preparation, not documents.
 NOT_SEARCHED_FOR = (".json", ".ledger.parquet")
 
 
 @dataclass(frozen=True)
-class RemoteInput:
+class RemoteInput(RemoteFile):
     """A file on another store, with the part of a Path's interface that preparations use."""
 
-    url: str
-    size: int
-    version: int
-    """A hash of what the store states of the file."""
-
     def __str__(self) -> str:
-        return redacted(self.url)
+        return self.path
 
     @property
     def name(self) -> str:
@@ -53,14 +47,14 @@ class RemoteInput:
         return Path(self.name).suffix
 
     def stat(self) -> SimpleNamespace:
-        """Return its size, and its version in the place of the time of its last change."""
-        return SimpleNamespace(st_size=self.size, st_mtime_ns=self.version)
+        """Return its size, and a hash of its version in the place of the time of its last change."""
+        version = int(hashlib.sha256(str(self.version).encode()).hexdigest()[:15], 16)
+        return SimpleNamespace(st_size=self.size, st_mtime_ns=version)
 
     def open(self) -> Any:
         """Open it for reading. Raises the driver's errors."""
-        import fsspec
-
-        return fsspec.open(self.url, "rb", block_size=READ_BYTES).open()
+        files, path = driver_of(self.url)
+        return files.open(path, "rb", block_size=READ_BYTES)
 
 
 InputFile = Path | RemoteInput
@@ -85,39 +79,8 @@ def input_sha256(file: InputFile) -> str:
         return sha256_of_pieces(pieces(stream))
 
 
-def find_remote(urls: Sequence[str]) -> list[list[RemoteInput]]:
-    """Return the files that each URL names: a file, a folder with / at its end, or a glob pattern.
-
-    Raises:
-        InputError: there is no driver for a store, no right to use it, or no size stated.
-        FanformerError: a store does not answer.
-    """
-    from fsspec.utils import tokenize
-
-    stores = {url: "/".join(url.split("/", 3)[:3]) for url in urls}
-    drivers = {store: driver_of(url)[0] for url, store in stores.items()}
-
-    def list_files(url: str) -> list[RemoteInput]:
-        files = drivers[stores[url]]
-        path = files._strip_protocol(url)
-        if url.endswith("/"):
-            infos = files.find(path, detail=True)
-        else:
-            try:
-                infos = {path: files.info(path)}
-            except FileNotFoundError:
-                infos = files.glob(path, detail=True) if glob.has_magic(url) else {}
-        chosen = {files.unstrip_protocol(name): info for name, info in infos.items() if info["type"] == "file"}
-        if sizeless := next((url for url, info in chosen.items() if info["size"] is None), None):
-            raise InputError(f"{redacted(sizeless)}: its store states no size; serve it by one that does")
-        return [RemoteInput(url, info["size"], int(tokenize(info), 16) % (1 << 63)) for url, info in chosen.items()]
-
-    with ThreadPoolExecutor(LOOKUPS_AT_ONCE) as pool:
-        return list(pool.map(lambda url: query(url, lambda: list_files(url)), urls))
-
-
 def expand_inputs(inputs: Iterable[str | Path], suffixes: Sequence[str] = DOCUMENT_SUFFIXES) -> list[InputFile]:
-    """Return the files that `inputs` name, sorted by path, however they were named; those at URLs come last.
+    """Return the files that `inputs` name, each once, sorted by path; those at URLs come last.
 
     An input is a file, a folder (searched through), a glob pattern, or `@FILE`, a list of these, one per line
     (empty lines and those that begin with # are skipped); or its URL, of a folder with / at its end. Plain `.json`
@@ -125,57 +88,27 @@ def expand_inputs(inputs: Iterable[str | Path], suffixes: Sequence[str] = DOCUME
 
     Raises:
         InputError: no input, a path that does not exist, a file of another kind, a folder or a pattern
-            without files, a link to no file, a folder that cannot be read, or a file named twice (several links to
-            one file count once).
+            without files, a link to no file, a folder that cannot be read.
         FanformerError: a store does not answer.
     """
-    names, kinds = list(_with_lists(inputs)), tuple(suffixes)
-    files = _local_inputs([name for name in names if not is_url(name)], kinds)
-    remote = _remote_inputs([name for name in names if is_url(name)], kinds)
-    if not (files or remote):
-        raise InputError("no input; name at least one document file or a folder of them")
-    return [*files, *remote]
-
-
-def _remote_inputs(urls: Sequence[str], suffixes: tuple[str, ...]) -> list[RemoteInput]:
-    """Return the files that URLs name, sorted."""
-    if problem := next((problem for url in urls if (problem := password_problem("an input", url))), None):
-        raise InputError(problem)
-    chosen: list[RemoteInput] = []
-    for url, files in zip(urls, find_remote(urls), strict=True):
-        matches = [file for file in files if file.name.endswith(suffixes)]
-        if url.endswith("/"):
-            matches = [file for file in matches if not file.name.endswith(NOT_SEARCHED_FOR)]
-        if not matches:
-            raise InputError(
-                f"{url} names no document file; name one that exists, with one of {', '.join(suffixes)}, or a folder of"
-                " them with / at its end"
-            )
-        chosen += matches
-    chosen.sort(key=str)
-    _refuse_twice(map(str, chosen))
-    return chosen
-
-
-def _refuse_twice(paths: Iterable[str]) -> None:
-    """Raise InputError if a path follows itself."""
-    if twice := next((path for path, following in itertools.pairwise(paths) if path == following), None):
-        raise InputError(f"{twice} is named twice among the inputs, its documents would count double; name it once")
-
-
-def _local_inputs(names: Iterable[str], suffixes: tuple[str, ...]) -> list[Path]:
-    named = (file for name in names for file in _expand(name, suffixes))
-    files = sorted(named, key=lambda file: Path(recorded_path(file)))
-    _refuse_twice(map(recorded_path, files))
-    chosen: dict[Path, Path] = {}
-    for file in files:
-        if not os.path.isfile(file):
+    forget()
+    kinds = tuple(suffixes)
+    here: list[Path] = []
+    there: dict[str, RemoteInput] = {}
+    for name in _with_lists(inputs):
+        if is_url(name):
+            there |= {file.url: file for file in _expand_url(name, kinds)}
+        else:
+            here += _expand(name, kinds)
+    chosen: dict[Path, Path] = {}  # by what links lead to
+    for file in sorted(here, key=lambda file: Path(recorded_path(file))):
+        if not file.is_file():
             kind = "a link to no file" if file.is_symlink() else "no file"
             raise InputError(f"{file} is {kind}, its documents would be missing; put the file there, or remove it")
         chosen.setdefault(file.resolve(), file)
-    if links := len(files) - len(chosen):
-        show([f"{plural(links, 'link')} passed over, to files that are counted already"])
-    return list(chosen.values())
+    if not (chosen or there):
+        raise InputError("no input; name at least one document file or a folder of them")
+    return [*chosen.values(), *(there[url] for url in sorted(there))]
 
 
 def _with_lists(inputs: Iterable[str | Path]) -> Iterator[str]:
@@ -184,18 +117,31 @@ def _with_lists(inputs: Iterable[str | Path]) -> Iterator[str]:
             yield name
             continue
         path = name[1:]
-
-        def read(path: str = path) -> bytes:
-            files, place = driver_of(path)
-            return bytes(files.cat_file(place))
-
         try:
-            content = query(path, read) if is_url(path) else Path(path).read_bytes()
-            lines = content.decode(TEXT_ENCODING).splitlines()
+            content = optional_contents([path])[0] if is_url(path) else Path(path).read_bytes()
+            lines = (content or b"").decode(TEXT_ENCODING).splitlines()
         except (OSError, UnicodeDecodeError) as error:
             reason = f"cannot be read ({error}); name a text file with one path per line"
             raise InputError(f"the list {path} {reason}") from error
         yield from (line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
+
+
+def _expand_url(url: str, suffixes: tuple[str, ...]) -> list[RemoteInput]:
+    if problem := password_problem("an input", url):
+        raise InputError(problem)
+    if url.endswith("/"):
+        urls = [file for file in listed(f"{url}**", suffixes) if not file.endswith(NOT_SEARCHED_FOR)]
+    elif glob.has_magic(url) and look_up([url])[0] is None:
+        urls = listed(url, suffixes)
+    else:
+        urls = [url] if url.endswith(suffixes) else []
+    files = [RemoteInput(*astuple(file)) for file in look_up(urls) if file is not None]
+    if not files:
+        raise InputError(
+            f"{url} names no document file; name one that exists, with one of {', '.join(suffixes)}, or a folder of"
+            " them with / at its end"
+        )
+    return files
 
 
 def _expand(name: str, suffixes: tuple[str, ...]) -> list[Path]:

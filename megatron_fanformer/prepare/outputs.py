@@ -18,7 +18,7 @@ from megatron_fanformer.data.chats import IDS_NPY, MASK_NPY, MASK_SUFFIX
 from megatron_fanformer.data.ledger import CUT, LEDGER_SUFFIX, LedgerWriter
 from megatron_fanformer.data.manifest import MANIFEST_SUFFIX, FileRecord, Format, Manifest, Settings, TokenFiles
 from megatron_fanformer.data.token_files import DTYPES, INDEX_HEADER, INDEX_MAGIC
-from megatron_fanformer.durable_files import NO_SPACE, naming, sync, write_refusal
+from megatron_fanformer.durable_files import NO_SPACE, naming, sha256_of, sync, write_refusal
 from megatron_fanformer.errors import FanformerError, InputError
 from megatron_fanformer.prepare.shards import ShardFiles, ShardRecord, WorkFolder
 from megatron_fanformer.stores import is_url
@@ -46,7 +46,7 @@ class Assembler:
         self._tokens, *masks = self._streams.values()
         self._mask = masks[0] if masks else None
         self._lengths = self._partial(".lengths").open("wb")
-        self._ledger = LedgerWriter(_HashedFile(self._partial(LEDGER_SUFFIX)), is_chats=is_chats)
+        self._ledger = LedgerWriter(self._partial(LEDGER_SUFFIX), is_chats=is_chats)
         self._documents = self._learned_tokens = self._cut = 0
         self._max_token_id = -1
         self.next_input = 0
@@ -81,17 +81,22 @@ class Assembler:
             index = self._streams[".idx"] = _HashedFile(self._partial(".idx"))
             for data in _index(self._partial(".lengths"), self._documents, self._dtype):
                 index.write(data)
+        records = {
+            suffix: FileRecord(path=self._path.name + suffix, sha256=stream.finish(), bytes=stream.bytes)
+            for suffix, stream in self._streams.items()
+        }
+        ledger = self._partial(LEDGER_SUFFIX)
         self._ledger.finish()
-        self._streams[LEDGER_SUFFIX] = self._ledger.file
+        sync(ledger)
+        records[LEDGER_SUFFIX] = FileRecord(
+            path=self._path.name + LEDGER_SUFFIX, sha256=sha256_of(ledger), bytes=ledger.stat().st_size
+        )
         output = TokenFiles(
             prefix=self._path.name,
             documents=self._documents,
             tokens=self._tokens.bytes // self._dtype.itemsize,
             max_token_id=self._max_token_id,
-            files={
-                suffix: FileRecord(path=self._path.name + suffix, sha256=stream.finish(), bytes=stream.bytes)
-                for suffix, stream in self._streams.items()
-            },
+            files=records,
             learned_tokens=None if self._mask is None else self._learned_tokens,
             cut=None if self._mask is None else self._cut,
         )
@@ -103,16 +108,11 @@ class Assembler:
         return output
 
     def close(self) -> None:
-        """Close files that were not published; the next run begins them again.
-
-        pyarrow's writer, if the collector found it open, would write the end of a ledger: at any moment of this
-        process's next work, which may hold the very lock that a hash takes.
-        """
+        """Close files that were not published; the next run begins them again."""
         with suppress(OSError):  # of data that it still held
             self._lengths.close()
         for stream in self._streams.values():
             stream.abandon()
-        self._ledger.file.abandon()
         self._ledger.abandon()
 
     def _partial(self, suffix: str) -> Path:
@@ -129,15 +129,12 @@ class _HashedFile:
         self._hashed: Future[None] | None = None
         self.bytes = 0
 
-    def write(self, data: Any) -> int:
-        if self._file.closed:  # by `abandon`
-            return len(data)
-        data = bytes(data)  # a copy if the buffer is the caller's, which may change once this returns
+    def write(self, data: bytes) -> None:
         if self._hashed is not None:
             self._hashed.result()  # one piece at a time is held
         self._hashed = self._thread.submit(self._digest.update, data)
         self.bytes += len(data)
-        return self._file.write(data)
+        self._file.write(data)
 
     def finish(self) -> str:
         """Flush it to the disk; returns the hexadecimal SHA-256."""
@@ -149,19 +146,10 @@ class _HashedFile:
         return self._digest.hexdigest()
 
     def abandon(self) -> None:
-        """Take no more: what is written from now on is dropped."""
+        """Close it as it is."""
         self._thread.shutdown()
         with suppress(OSError):
             self._file.close()
-
-    # pyarrow needs these of a file, besides `write`.
-    closed = False
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def close(self) -> None:
-        pass
 
 
 def _index(lengths: Path, documents: int, dtype: np.dtype[Any]) -> Iterator[bytes]:

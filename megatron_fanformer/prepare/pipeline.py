@@ -7,43 +7,49 @@ import platform
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import TypeVar
 
 from megatron_fanformer import __version__
-from megatron_fanformer.data.manifest import Encoding, Manifest, encode_manifest, manifest_path, sum_by_source
+from megatron_fanformer.data.manifest import Encoding, Manifest, encode_manifest, manifest_path
+from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError
-from megatron_fanformer.prepare.encoding import TokenizersDisagree
 from megatron_fanformer.prepare.outputs import Assembler, refuse_standing_files, writing_to
-from megatron_fanformer.prepare.shards import (
-    REFUSED_EXAMPLES,
-    Assignment,
-    ShardRecord,
-    WorkFolder,
-    finished_shard,
-    work_folder,
-)
+from megatron_fanformer.prepare.shards import REFUSED_EXAMPLES, ShardRecord, WorkFolder, finished_shard, work_folder
 from megatron_fanformer.prepare.verb import Shard
-from megatron_fanformer.prepare.workers import Job, PrepareProgress, ProgressListener, Refused, Workers
+from megatron_fanformer.prepare.workers import Job, Workers
 from megatron_fanformer.terminal import plural
 
 TOOLS = ("gigatoken", "tokenizers", "sentencepiece", "numpy", "pyarrow")
 FAILURES_NAMED = 5
 
-Result = TypeVar("Result")
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareProgress:
+    """The progress of a preparation."""
+
+    documents: int
+    text_bytes: int
+    """UTF-8 bytes of the documents' text that this run has encoded."""
+    input_bytes: int
+    """Bytes of the input files that have been processed, as they are on disk (compressed)."""
+    input_bytes_total: int
+
+    def describe(self) -> str:
+        """Return it in one line."""
+        share = self.input_bytes / max(1, self.input_bytes_total)
+        return f"{plural(self.documents, 'document')}, {share:.0%} of the input"
+
+
+ProgressListener = Callable[[PrepareProgress], None]
 
 
 def run(job: Job, progress: ProgressListener | None) -> Manifest:
-    """Encode and assemble all inputs that are not done yet.
-
-    Raises:
-        FanformerError: as `prepare.prepare`.
-    """
-
-    def assemble(job: Job) -> Manifest:
-        records: dict[int, ShardRecord] = {}
+    """Encode and assemble all inputs that are not done yet. Raises FanformerError as `prepare.prepare`."""
+    records: dict[int, ShardRecord] = {}
+    with writing_to(job.output), work_folder(job.output) as work:
+        _begin(job, work)
         with (
             closing(Assembler(job.output, job.settings, work)) as assembler,
             closing(_encoded(job, work, range(len(job.files)), progress)) as shards,
@@ -54,9 +60,6 @@ def run(job: Job, progress: ProgressListener | None) -> Manifest:
                     assembler.append(work.shard(assembler.next_input), ready)
             return _publish(job, work, [records[number] for number in sorted(records)], assembler)
 
-    with writing_to(job.output), work_folder(job.output) as work:
-        return _with_checked_ids(job, work, assemble)
-
 
 def shard_prefix(prefix: str, shard: Shard) -> str:
     """Return the prefix of the work folder of a shard."""
@@ -65,14 +68,11 @@ def shard_prefix(prefix: str, shard: Shard) -> str:
 
 def encode_shard(job: Job, shard: Shard, progress: ProgressListener | None) -> list[ShardRecord]:
     """Encode every `count`-th input; the result stays in the shard's folder, for `merge`."""
-
-    def encode(job: Job) -> list[ShardRecord]:
+    with writing_to(job.output), work_folder(shard_prefix(job.output, shard)) as work:
+        _begin(job, work)
         numbers = range(shard.number, len(job.files), shard.count)
         with closing(_encoded(job, work, numbers, progress)) as shards:
             return [record for _, record in shards]
-
-    with writing_to(job.output), work_folder(shard_prefix(job.output, shard)) as work:
-        return _with_checked_ids(job, work, encode)
 
 
 def merge(job: Job, count: int) -> Manifest:
@@ -80,34 +80,27 @@ def merge(job: Job, count: int) -> Manifest:
 
     Raises:
         CorruptError: shards are missing, or not whole.
-        InputError: shards are of other inputs or settings, or disagree about gigatoken's ids.
+        InputError: shards are of other inputs or settings.
         InUseError: a shard is being written.
     """
     with writing_to(job.output), ExitStack() as folders:
         work = folders.enter_context(work_folder(job.output))
         shards = [Shard(number, count) for number in range(min(count, len(job.files)))]
         parts = [folders.enter_context(work_folder(shard_prefix(job.output, shard))) for shard in shards]
-        encodings: dict[str, tuple[Shard, Encoding]] = {}  # by backend
-        for shard, part in zip(shards, parts, strict=True):
+        encodings: list[Encoding] = []
+        for part in parts:
             if (begun := part.read_assignment()) is None:
                 continue
             if difference := job.assignment.difference(begun):
                 raise InputError(f"{part.path} was prepared with {difference}; give all shards the same options")
-            encodings.setdefault(begun.encoding.backend, (shard, begun.encoding))
+            encodings.append(begun.encoding)
         files = [parts[number % count].shard(number) for number in range(len(job.files))]
         records = list(map(finished_shard, files, job.files))
         left = Counter(number % count for number, record in enumerate(records) if record is None)
         if left:
             named = ", ".join(f"{number}/{count} ({plural(files, 'file')})" for number, files in sorted(left.items()))
             raise CorruptError(f"{job.output} cannot be merged, files are left of --shard {named}; prepare these")
-        if len(encodings) > 1:
-            named = ", ".join(f"{shard} by {one.backend} ({one.reason})" for shard, one in encodings.values())
-            raise InputError(
-                f"the shards' ids are by several libraries: {named}; remove {job.output}.shard-*, and prepare all with"
-                " the same --backend"
-            )
-        ((_, encoding),) = encodings.values()
-        job = replace(job, encoder=replace(job.encoder, encoding=encoding))
+        job = replace(job, encoder=replace(job.encoder, encoding=encodings[0]))
         _begin(job, work)
         whole = [record for record in records if record is not None]
         with closing(Assembler(job.output, job.settings, work)) as assembler:
@@ -120,8 +113,8 @@ def merge(job: Job, count: int) -> Manifest:
         return manifest
 
 
-def _begin(job: Job, work: WorkFolder) -> Assignment:
-    """Return the assignment of a work folder; in a new one, this job's. Raises InputError for another one's."""
+def _begin(job: Job, work: WorkFolder) -> None:
+    """Write the assignment of a new work folder. Raises InputError for another preparation's."""
     begun = work.read_assignment()
     if begun is None:
         refuse_standing_files(job.output)
@@ -131,21 +124,6 @@ def _begin(job: Job, work: WorkFolder) -> Assignment:
             f"{work.path} holds an unfinished preparation of {job.output} with {difference};"
             " finish that one, remove the folder, or choose another output prefix"
         )
-    return begun or job.assignment
-
-
-def _with_checked_ids(job: Job, work: WorkFolder, encode: Callable[[Job], Result]) -> Result:
-    """Encode; where gigatoken's ids turn out to be wrong, encode all again by the exact library."""
-    begun = _begin(job, work).encoding
-    if begun.backend != job.encoder.encoding.backend and begun.reason is not None:
-        job = replace(job, encoder=job.encoder.without_gigatoken(begun.reason))
-    try:
-        return encode(job)
-    except TokenizersDisagree as disagreement:
-        job = replace(job, encoder=job.encoder.without_gigatoken(f"gigatoken's ids differ in {disagreement}"))
-        work.clear()
-        work.write_assignment(job.assignment)
-        return encode(job)
 
 
 def _encoded(
@@ -162,9 +140,9 @@ def _encoded(
         if (record := finished_shard(work.shard(number), job.files[number])) is None:
             left.append(number)
             continue
-        _refuse_strictly(job, record)
         bytes_before += record.input.bytes
         documents_before += record.documents
+        _refuse_strictly(job, record)
         yield number, record
     total = bytes_before + sum(job.files[number].stat().st_size for number in left)
 
@@ -182,10 +160,9 @@ def _encoded(
     with closing(Workers(job, work.path, report).encode(left)) as outcomes:
         for number, outcome in outcomes:
             if isinstance(outcome, ShardRecord):
+                _refuse_strictly(job, outcome)
                 yield number, outcome
-            elif isinstance(outcome, TokenizersDisagree):
-                raise TokenizersDisagree(f"{outcome} of {job.files[number]}")
-            elif isinstance(outcome, FanformerError) and not isinstance(outcome, Refused):
+            elif isinstance(outcome, FanformerError):
                 failures.append(outcome)
             else:
                 raise outcome
@@ -200,14 +177,14 @@ def _encoded(
 
 def _refuse_strictly(job: Job, record: ShardRecord) -> None:
     if job.strict and record.refused:
-        raise Refused(f"{record.refused_examples[0]}; fix the line, or prepare without strict to leave it out")
+        raise InputError(f"{record.refused_examples[0]}; fix the line, or prepare without strict to leave it out")
 
 
 def _publish(job: Job, work: WorkFolder, records: list[ShardRecord], assembler: Assembler) -> Manifest:
     refused = sum((Counter(record.refused) for record in records), Counter[str]())
     lines = sum(record.lines for record in records)
     if not any(record.documents for record in records):
-        work.clear()
+        work.end()
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(refused.items()))
         kind, remedy = ("document", "text_field") if job.settings.chat is None else ("conversation", "the template")
         raise InputError(
@@ -234,8 +211,7 @@ def _publish(job: Job, work: WorkFolder, records: list[ShardRecord], assembler: 
             "python": platform.python_version(),
             **{tool: version(tool) for tool in TOOLS if find_spec(tool)},
         },
-        by_source=sum_by_source(record.by_source for record in records),
     )
-    work.publish(encode_manifest(manifest), manifest_path(job.output))
+    write_atomically(manifest_path(job.output), encode_manifest(manifest), aside=work.path)
     work.end()
     return manifest

@@ -1,8 +1,8 @@
 """Check a preparation's options, look for its result, and have `pipeline` turn its inputs into token files."""
 
-import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 from megatron_fanformer.data.chat_template import RenderedChat, encode_chat, find_template, refuse_spaces_between
 from megatron_fanformer.data.chats import NPY_ROW_TOKENS
@@ -23,17 +23,15 @@ from megatron_fanformer.prepare.inputs import (
     recorded_path,
 )
 from megatron_fanformer.prepare.outputs import check_output, is_whole
-from megatron_fanformer.prepare.pipeline import encode_shard, merge, run, shard_prefix
+from megatron_fanformer.prepare.pipeline import ProgressListener, encode_shard, merge, run, shard_prefix
 from megatron_fanformer.prepare.shards import difference_of, folder_path, is_unchanged, work_folder
 from megatron_fanformer.prepare.verb import PrepareConfig, Shard
-from megatron_fanformer.prepare.workers import Job, ProgressListener, progress_line
+from megatron_fanformer.prepare.workers import Job
 from megatron_fanformer.processes import unwound_by_stop_signals
 from megatron_fanformer.runtime.device import quieten_libraries
 from megatron_fanformer.stores import is_url
-from megatron_fanformer.terminal import plural, show
+from megatron_fanformer.terminal import phases, plural, show
 
-OF_TEXTS = ("text_field", "backend", "strict")
-OF_DOCUMENTS = ("text_field", "from_npy")
 ALREADY_THERE = "{} already exists, made from the same input with the same settings"
 COMPRESSED_WEIGHT = 2.5
 """Bytes of text in a byte of a compressed file: 2.3 to 2.9 of Dolma's sample documents and this project's pages."""
@@ -79,12 +77,18 @@ def prepare_files(config: PrepareConfig) -> None:
         if config.hold_out is not None:
             prepare_both(config, config.hold_out)
             return
-        with progress_line("preparing") as listener:
+        with _progress("preparing") as listener:
             if config.shard is not None:
                 lines = prepare_shard(config, config.shard, listener)
             else:
                 lines = prepare(config, listener).lines()
         show(lines)
+
+
+@contextmanager
+def _progress(title: str) -> Iterator[ProgressListener]:
+    with phases(title) as report:
+        yield lambda progress: report(title, progress.describe())
 
 
 def prepare(
@@ -179,13 +183,6 @@ def input_files(config: PrepareConfig) -> list[InputFile]:
 
 def _check(config: PrepareConfig) -> None:
     check_output(config.output)
-    given = {field.name for field in fields(config) if getattr(config, field.name) != field.default}
-    for applies, names, rule in (
-        (config.chat, OF_DOCUMENTS, "applies to documents and not to chats; leave one of them out"),
-        (config.from_npy, OF_TEXTS, "applies to texts and not to token files of from_npy; leave one of them out"),
-    ):
-        if applies and (stray := [name for name in names if name in given]):
-            raise InputError(f"{stray[0]} is set, which {rule}")
     for name, least in (("workers", 1), ("max_tokens", 2)):
         value = getattr(config, name)
         if value is not None and value < least:
@@ -279,7 +276,7 @@ def prepare_both(config: PrepareConfig, parts: int) -> None:
     both.sort(key=lambda share: read_manifest(share[1]) is None and not folder_path(share[1]).exists())
     for name, output, share in both:
         show([f"{name}: {len(share):,} of {plural(len(files), 'file')}, to {output}"])
-        with progress_line(name) as listener:
+        with _progress(name) as listener:
             report = prepare(replace(config, output=output), listener, files=share)
         show(f"{name}: {line}" for line in report.lines())
 
@@ -290,15 +287,14 @@ def last_share(files: Sequence[InputFile], parts: int) -> list[InputFile]:
     The largest file goes first, each to the share that has the fewest bytes yet; of equal ones the order of paths and
     of shares decides, so that the same files give the same shares.
     """
+    weights, shares = [0.0] * parts, [list[InputFile]() for _ in range(parts)]
     weighed: list[tuple[float, str, InputFile]] = []
     for file in files:
         path = recorded_path(file)
         weight = file.stat().st_size * (COMPRESSED_WEIGHT if path.endswith(tuple(COMPRESSIONS)) else 1.0)
         weighed.append((-weight, path, file))
-    shares: list[list[InputFile]] = [[] for _ in range(parts)]
-    lightest = [(0.0, 0, place) for place in range(parts)]  # weight, files, share
     for minus_weight, _, file in sorted(weighed, key=lambda entry: entry[:2]):
-        weight, _, place = heapq.heappop(lightest)
+        place = min(range(parts), key=lambda place: (weights[place], len(shares[place]), place))
         shares[place].append(file)
-        heapq.heappush(lightest, (weight - minus_weight, len(shares[place]), place))
+        weights[place] -= minus_weight
     return shares[-1]

@@ -23,16 +23,7 @@ import numpy as np
 from msgspec.structs import asdict
 
 from megatron_fanformer.data import ledger
-from megatron_fanformer.data.manifest import (
-    MOST_SOURCES,
-    Encoding,
-    InputRecord,
-    Manifest,
-    RefusedLine,
-    Settings,
-    SourceCounts,
-    TokenizerRecord,
-)
+from megatron_fanformer.data.manifest import Encoding, InputRecord, Manifest, RefusedLine, Settings, TokenizerRecord
 from megatron_fanformer.durable_files import empty, remove_with_lock, take_lock, write_atomically
 from megatron_fanformer.errors import InUseError
 from megatron_fanformer.prepare.encoding import EncodedBlock
@@ -56,8 +47,6 @@ class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
     refused_examples: list[RefusedLine]
     sizes: dict[str, int]
     """Bytes of each file, by suffix."""
-    by_source: dict[str, SourceCounts] | None = None
-    """As in the manifest."""
 
 
 @dataclass(frozen=True)
@@ -117,16 +106,9 @@ class ShardWriter:
             self._streams[suffix] = files.path(suffix).open("wb")
         self._rows = pyarrow.ipc.new_stream(self._streams["documents"], self._schema)
         self._counts: Counter[str] = Counter(lines=0, documents=0, tokens=0, text_bytes=0)
-        self._by_source: dict[str, list[int]] = {}
-        """Documents and tokens."""
         self._refused: Counter[str] = Counter()
         self._examples: list[RefusedLine] = []
         self._max_token_id = -1
-
-    @property
-    def first_refused(self) -> RefusedLine | None:
-        """Return the first line that was not a document."""
-        return self._examples[0] if self._examples else None
 
     def add(self, block: EncodedBlock) -> None:
         """Add the documents of the file's next block, and count its refused lines."""
@@ -148,11 +130,6 @@ class ShardWriter:
             columns = [ids, sources, np.array(numbers) + (lines_before + 1), *others]
             arrays = [pyarrow.array(column, kind) for column, kind in zip(columns, self._schema.types, strict=True)]
             self._rows.write_batch(pyarrow.record_batch(arrays, schema=self._schema))
-        if len(self._by_source) <= MOST_SOURCES:
-            for source, length in zip(block.sources, block.lengths.tolist(), strict=True):
-                counts = self._by_source.setdefault(source or "", [0, 0])
-                counts[0] += 1
-                counts[1] += length
         self._refused.update(reason for _, reason in block.refusals)
         for number, reason in block.refusals[: REFUSED_EXAMPLES - len(self._examples)]:
             line = lines_before + number + 1
@@ -166,10 +143,6 @@ class ShardWriter:
         self._rows.close()
         for stream in self._streams.values():
             stream.close()
-        by_source = {
-            name: SourceCounts(documents=documents, tokens=tokens)
-            for name, (documents, tokens) in sorted(self._by_source.items())
-        }
         record = ShardRecord(
             input=InputRecord(
                 path=recorded_path(self._input_path), bytes=input_bytes, sha256=sha256, modified_ns=self._modified_ns
@@ -179,7 +152,6 @@ class ShardWriter:
             refused=dict(sorted(self._refused.items())),
             refused_examples=self._examples,
             sizes={suffix: self._files.path(suffix).stat().st_size for suffix in self._streams},
-            by_source=by_source if len(by_source) <= MOST_SOURCES else None,
         )
         write_atomically(self._files.path("json"), msgspec.json.encode(record))
         return record
@@ -238,17 +210,7 @@ class WorkFolder:
 
     def write_assignment(self, assignment: Assignment) -> None:
         """Start: from here on the folder belongs to this preparation."""
-        self.publish(msgspec.json.encode(assignment), self._assignment_file)
-
-    def publish(self, data: bytes, path: Path) -> None:
-        """Write a small file atomically, here or beside the folder."""
-        write_atomically(path, data, aside=self.path)
-
-    def clear(self) -> None:
-        """Remove all that has been done; the lock and the assignment stay: the folder is still this preparation's."""
-        for path in self.path.iterdir():
-            if path.name not in (LOCK, self._assignment_file.name):
-                path.unlink()
+        write_atomically(self._assignment_file, msgspec.json.encode(assignment), aside=self.path)
 
     def end(self) -> None:
         """Remove all but the lock: nothing is left to be continued, and the folder goes when it is released."""
@@ -267,15 +229,11 @@ def folder_path(prefix: str) -> Path:
 
 @contextmanager
 def work_folder(prefix: str) -> Iterator[WorkFolder]:
-    """Yield the locked work folder of a prefix, created if missing.
+    """Yield the locked work folder of a prefix, created if missing; it stays if shards are done and not yet published.
 
-    It stays if shards are done and not yet published; otherwise it is removed, with the folders created for it.
-
-    Raises:
-        InUseError: another process holds it.
+    Raises InUseError where another process holds it.
     """
     work = WorkFolder(prefix)
-    parents = [folder for folder in work.path.absolute().parents if not folder.exists()]
     work.path.mkdir(parents=True, exist_ok=True)
     lock = take_lock(work.path / LOCK, wait=False)
     if lock is None:
@@ -287,6 +245,3 @@ def work_folder(prefix: str) -> Iterator[WorkFolder]:
             remove_with_lock(work.path, work.path / LOCK, lock)
         else:
             os.close(lock)
-        for folder in parents:
-            with suppress(OSError):
-                folder.rmdir()

@@ -8,7 +8,7 @@ from megatron_fanformer.data.manifest import Format, Learn, TooLong
 from megatron_fanformer.options import Verb, argument, option
 from megatron_fanformer.processes import usable_cores
 
-MANY = "many machines"
+MANY, KIND = "many machines", "kinds of inputs"
 Backend = Literal["auto", "gigatoken", "tokenizers", "sentencepiece"]
 
 
@@ -46,20 +46,20 @@ class PrepareConfig:
     workers: int = field(default_factory=usable_cores)
     """Worker processes, at least 1; they do not change the output (default: one for each core)"""
     text_field: str = "text"
-    """The field (the column) of a document that is its text; a.b: in JSON, the field b of the object a."""
+    """The field (the column) of a document that is its text."""
     eod_id: int | None = None
     """The id that ends a document (default: the tokenizer's end of text)"""
     format: Format = "megatron"
     """megatron: .bin and .idx; npy: the headerless .npy files of the reference."""
     backend: Backend = option("auto", metavar="BACKEND")
     """Library that computes the ids: auto, gigatoken, tokenizers, sentencepiece; all give the same ids."""
-    from_npy: bool = False
+    from_npy: bool = option(False, exclusive=KIND)
     """The inputs are headerless .npy token files, made by the same tokenizer."""
     npy_dtype: Literal["uint16", "uint32"] = option("uint16", needs=("from_npy",))
     """With --from-npy: the type of the tokens in them."""
     strict: bool = False
     """Stop at the first line or text file that is not a document, instead of counting it."""
-    chat: bool = False
+    chat: bool = option(False, exclusive=KIND)
     """The inputs are conversations; writes PREFIX.mask.bin, too (docs/fine-tuning.md)"""
     chat_template: str | None = option(None, metavar="FILE", needs=("chat",))
     """With --chat: a Jinja file, or olmo, the form of the paper's data (default: the tokenizer's own)"""

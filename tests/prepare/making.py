@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from megatron_fanformer.prepare.pipeline import ProgressListener
 from megatron_fanformer.prepare.prepare import PrepareReport, prepare
 from megatron_fanformer.prepare.verb import PrepareConfig
-from megatron_fanformer.prepare.workers import ProgressListener
 
 
 def as_line(text: str) -> bytes:

@@ -11,13 +11,12 @@ DEATHS = "deaths"
 encode_file = workers.encode_file
 
 
-def encode_or_die(number: int, counters: int) -> ShardRecord:
+def encode_or_die(number: int) -> ShardRecord:
     """In place of `encode_file`."""
     path = workers._arguments[0].files[number]
     assert isinstance(path, Path)
     left = int((deaths := path.with_name(DEATHS)).read_text())
     if left and number == 0:
-        workers._arguments[-1][counters + workers.STARTED] = 1
         deaths.write_text(str(left - 1))
         os.kill(os.getpid(), signal.SIGKILL)
-    return encode_file(number, counters)
+    return encode_file(number)

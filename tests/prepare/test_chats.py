@@ -302,8 +302,6 @@ def test_gigatoken_gives_the_same_bytes(tmp_path: Path, write_lines: WriteLines,
 @pytest.mark.parametrize(
     ("settings", "shown"),
     [
-        ({"text_field": "content"}, "text_field is set"),
-        ({"from_npy": True}, "from_npy is set"),
         ({"chat_template": None}, "has no chat template"),
         ({"max_tokens": 1}, "max_tokens is 1"),
         ({"too_long": "drop"}, "without max_tokens"),

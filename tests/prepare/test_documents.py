@@ -68,27 +68,6 @@ def test_a_documents_text_comes_out_as_it_is(line: bytes, text: str) -> None:
     assert text_of(PARSER.parse(line)) == text
 
 
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({"a": {"b": {"c": "nested"}}}, "nested"),
-        ({"a.b.c": "exact", "a": {"b": {"c": "nested"}}}, "exact"),
-        ({"a": [1], "a.b.c": "exact"}, "exact"),
-        ({"a": {"b": {"c": ""}}}, documents.EMPTY_TEXT),
-        ({"a": {"b": {"c": 1}}}, documents.TEXT_NOT_A_STRING),
-        ({"a": {"b": "c"}}, documents.NO_TEXT_FIELD),
-        ({"a": {"b.c": "c"}}, documents.NO_TEXT_FIELD),
-    ],
-)
-def test_a_text_field_may_be_a_field_of_objects(fields: dict[str, Any], expected: str) -> None:
-    line = json.dumps({"id": 1, "other": {"c": "no"}, **fields, "source": "web"})
-    for each in (line, line[:-1] + ', "n": NaN}'):  # which the first parse does not take
-        outcome = DocumentParser("a.b.c").parse(each.encode())
-        assert outcome in (Document(expected, "1", "web"), Refusal(expected))
-    nested = json.dumps({"id": "a", "source": {"text": "t"}}).encode()
-    assert DocumentParser("source.text").parse(nested) == Document("t", "a", None)
-
-
 def test_a_text_field_that_no_json_key_can_match_is_an_input_error() -> None:
     with pytest.raises(InputError, match="text_field"):
         DocumentParser('a"b')

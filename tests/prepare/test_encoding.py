@@ -127,28 +127,15 @@ def test_wrong_ids_on_a_hard_text_make_the_exact_library_take_over(
     assert chosen.reason == r"gigatoken's ids differ on 'a\r\nb\r\n\r\n c\r'"
 
 
-def test_a_difference_seen_under_way_starts_the_whole_run_anew(
+def test_a_difference_seen_under_way_is_an_error(
     tmp_path: Path, olmo_tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker is told to trust gigatoken with a character that it takes otherwise: its sample shows it.
-
-    The first file has that where no sample is taken.
-    """
-    assert load_tokenizer(olmo_tokenizer_file).encode("\u0eba\u0323") is not None
-    files = []
-    wrong = "x\u0eba\u0323\u0334 " * 3
-    for number, texts in enumerate([["plain text", wrong], [wrong], ["more plain text"]]):
-        files.append(tmp_path / f"{number}.jsonl")
-        files[-1].write_bytes(b"".join(as_line(text) + b"\n" for text in texts))
-    prepare_files(str(tmp_path / "expected"), files, olmo_tokenizer_file, backend="tokenizers")
+    """The worker is told to trust gigatoken with a character that it takes otherwise: its sample shows it."""
+    (file := tmp_path / "a.jsonl").write_bytes(as_line("x\u0eba\u0323\u0334 " * 3))
     trust = encoding.Trust(np.ones(0x110000, bool), [])
-    trust.characters[0x10FFFF] = False
     monkeypatch.setattr(encoding, "trust_or_reason", lambda *_: trust)
-    prefix = str(tmp_path / "out")
-    manifest = prepare_files(prefix, files, olmo_tokenizer_file, backend="gigatoken").manifest
-    assert manifest.encoding.backend == "tokenizers"
-    assert "differ in document '1' of" in str(manifest.encoding.reason)
-    assert Path(f"{prefix}.bin").read_bytes() == (tmp_path / "expected.bin").read_bytes()
+    with pytest.raises(InputError, match=r"differ from the exact library's in document '1'; remove .* --backend token"):
+        prepare_files(str(tmp_path / "out"), [file], olmo_tokenizer_file, backend="gigatoken")
 
 
 def test_memory_that_has_grown_is_given_back(olmo_tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

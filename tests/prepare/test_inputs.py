@@ -47,8 +47,7 @@ def test_the_order_does_not_depend_on_how_files_are_named(tmp_path: Path) -> Non
     touch(tmp_path, "a.jsonl", "b.jsonl", "c/d.jsonl")
     one = expand_inputs([tmp_path / "c", tmp_path / "b.jsonl", tmp_path / "a.jsonl"])
     assert one == expand_inputs([tmp_path])
-    with pytest.raises(InputError, match="twice"):
-        expand_inputs([tmp_path, tmp_path / "a.jsonl"])
+    assert expand_inputs([tmp_path, tmp_path / "a.jsonl"]) == one
 
 
 def test_patterns_take_what_they_match_of_document_files(tmp_path: Path) -> None:
@@ -106,7 +105,6 @@ def test_a_file_that_links_lead_to_counts_once(tmp_path: Path, capsys: pytest.Ca
     assert names(expand_inputs([tmp_path / "a", tmp_path / "b"]), tmp_path) == found
     assert capsys.readouterr().out == (
         f"{tmp_path}/b: 2 files of other kinds passed over, such as {tmp_path}/b/c.json\n"
-        "2 links passed over, to files that are counted already\n"
     )
     assert names(expand_inputs([f"{tmp_path}/**/[1-4].jsonl"]), tmp_path) == ["a/1.jsonl", "b/2.jsonl"]
     assert names(expand_inputs([tmp_path / "a" / "3.jsonl"]), tmp_path) == ["a/3.jsonl"]
@@ -140,8 +138,7 @@ def test_files_are_named_as_those_here_are(documents: Path, tmp_path: Path) -> N
         }.items():
             with pytest.raises(InputError, match=re.escape(line)):
                 expand_inputs([words])
-        with pytest.raises(InputError, match="is named twice among the inputs"):
-            expand_inputs([f"{url}/a.jsonl.gz", f"{url}/*.gz"])
+        assert len(expand_inputs([f"{url}/a.jsonl.gz", f"{url}/*.gz"])) == 1
 
 
 def test_a_file_is_no_pattern_whatever_its_name(documents: Path) -> None:

@@ -1,9 +1,7 @@
-import gc
 import gzip
 import json
 import os
 from collections.abc import Callable
-from concurrent.futures import thread as executor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,15 +10,14 @@ import pytest
 from pyarrow import parquet
 
 from megatron_fanformer.cli import main
-from megatron_fanformer.data import manifest as manifest_module
 from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError
 from megatron_fanformer.prepare import prepare as hold_out
 from megatron_fanformer.prepare.documents import BLOCK_BYTES
+from megatron_fanformer.prepare.pipeline import PrepareProgress
 from megatron_fanformer.prepare.prepare import PrepareConfig, _settings
 from megatron_fanformer.prepare.shards import work_folder
-from megatron_fanformer.prepare.workers import PrepareProgress
 from tests.data.chat_making import made_up_chats
 from tests.prepare.making import Prepare, WriteLines, as_line, hashes, prepare_files
 
@@ -230,24 +227,6 @@ def test_the_ledger_says_where_each_document_came_from(
     assert [row["first_token"] for row in rows] == [0, lengths[0], lengths[0] + lengths[1]]
 
 
-def test_documents_and_tokens_are_counted_by_source_unless_there_are_too_many(
-    tmp_path: Path, write_lines: WriteLines, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    of = [b'{"text": "one", "source": "a"}', b'{"text": "two two", "source": "b"}', b'{"text": "three"}']
-    first = write_lines("a.jsonl", [*of, *of, b"{", of[0]])
-    second = write_lines("b.jsonl", [of[1], b'{"text": "four", "source": ""}'])
-    counts = prepare(tmp_path / "out", first, second).manifest.by_source
-    rows = parquet.read_table(str(tmp_path / "out.ledger.parquet")).to_pylist()
-    expected: dict[str, tuple[int, int]] = {}
-    for row in rows:
-        documents, tokens = expected.get(row["source"] or "", (0, 0))
-        expected[row["source"] or ""] = (documents + 1, tokens + row["length"])
-    assert counts is not None and set(expected) == {"", "a", "b"}
-    assert {name: (count.documents, count.tokens) for name, count in counts.items()} == expected
-    monkeypatch.setattr(manifest_module, "MOST_SOURCES", 2)
-    assert prepare(tmp_path / "many", first, second).manifest.by_source is None
-
-
 def test_text_files_are_documents_named_by_their_paths_beside_lines(
     tmp_path: Path, write_lines: WriteLines, prepare: Prepare
 ) -> None:
@@ -290,32 +269,6 @@ def test_inputs_may_be_named_otherwise_by_a_run_that_goes_on(
         assert (tmp_path / f"out{suffix}").read_bytes() == (tmp_path / f"once{suffix}").read_bytes()
 
 
-@pytest.mark.timeout(60)  # where it fails, it hangs
-def test_a_failed_preparation_leaves_no_writer_that_the_collector_would_close(
-    tmp_path: Path, write_lines: WriteLines, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files = write_lines("a.jsonl", [as_line("one")]), write_lines("b.jsonl", [as_line("two"), b"{"])
-    submitted = executor._WorkItem
-
-    def submit(*arguments: Any) -> Any:
-        """Make what an executor queues, while it holds its lock."""
-        gc.collect()
-        return submitted(*arguments)
-
-    gc.collect()
-    gc.disable()
-    try:
-        with pytest.raises(InputError, match=r"b\.jsonl:2: not JSON") as failed:
-            prepare(tmp_path / "strict", *files, strict=True)
-        garbage: list[Any] = [failed.value]  # with the frames that it came through, and what they have
-        garbage.append(garbage)
-        del failed, garbage
-        monkeypatch.setattr(executor, "_WorkItem", submit)
-        assert prepare(tmp_path / "out", *files).manifest.documents == 2
-    finally:
-        gc.enable()
-
-
 def test_npy_output_is_the_tokens_alone_and_documents_again(
     tmp_path: Path, sample_files: list[Path], prepare: Prepare, token_prefix: str
 ) -> None:
@@ -332,7 +285,6 @@ def test_npy_output_is_the_tokens_alone_and_documents_again(
     [
         ({"workers": 0}, "workers"),
         ({"backend": "tokenizers"}, "backend"),
-        ({"from_npy": True, "strict": True}, "strict"),
         ({"strict": True}, r"mixed\.jsonl:2: not JSON"),
         ({"text_field": "content"}, "5 no text field"),
     ],
@@ -342,7 +294,7 @@ def test_an_input_error_leaves_nothing(
 ) -> None:
     with pytest.raises(InputError, match=message):
         prepare(tmp_path / "new" / "out", mixed, **settings)
-    assert not (tmp_path / "new").exists()
+    assert list((tmp_path / "new").glob("out.[!p]*")) == []  # but perhaps finished shards
 
 
 # -- hold out

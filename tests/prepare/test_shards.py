@@ -20,7 +20,7 @@ def test_a_work_folder_goes_on_a_network_disk(tmp_path: Path, monkeypatch: pytes
         assert [path.name for path in work.path.iterdir()] == ["lock"]  # still held
     with work_folder(prefix):
         pass
-    assert list(tmp_path.iterdir()) == []
+    assert list((tmp_path / "new").iterdir()) == []
 
 
 def test_a_work_folder_in_which_another_process_has_begun_stays(
