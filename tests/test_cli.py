@@ -281,9 +281,8 @@ def test_the_conversion_script_is_the_verb(tmp_path: Path, capsys: pytest.Captur
     script: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     assert script.main([str(REFERENCE / "atl"), str(tmp_path / "out"), "--to", "megatron"]) == 0
-    wrote, heading, *checks = capsys.readouterr().out.splitlines()
-    assert (wrote, heading.split()) == (f"wrote {tmp_path / 'out'}", ["check", "passed"])
-    assert [line.split()[0] for line in checks] == ["names", "round", "logits"]
+    wrote, verified = capsys.readouterr().out.splitlines()
+    assert wrote == f"wrote {tmp_path / 'out'}" and verified.startswith("verified: ")
     assert (tmp_path / "out" / "checkpoints" / "latest").is_file()
 
 

@@ -1,22 +1,20 @@
 """A checkpoint of any format: opened without reading weights, and written from tensors of its format."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors, meta_of, open_full_tensors, write_full_tensors
-from megatron_fanformer.checkpoint.run_lock import run_lock
+from megatron_fanformer.checkpoint.stored_files import SavedProgress
 from megatron_fanformer.convert import huggingface, reference
-from megatron_fanformer.convert.megatron_lm import Run, open_megatron_lm
+from megatron_fanformer.convert.megatron_lm import LEFT_OUT, open_megatron_lm
 from megatron_fanformer.convert.model_card import Extras
 from megatron_fanformer.convert.name_table import Format
 from megatron_fanformer.convert.recognition import DESCRIPTIONS, MODELS, checkpoint_of, recognise
 from megatron_fanformer.convert.weight_files import weight_files
 from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA, attached_files
-from megatron_fanformer.errors import FanformerError, InputError
+from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.config import FANformerConfig, torch_dtype
 
 
@@ -31,12 +29,10 @@ class Checkpoint(NamedTuple):
     """Tensors under the format's own names."""
     tokenizer: Path | None
     """The tokenizer's file, if there is one."""
-    not_converted: tuple[str, ...] = ()
-    """Files of an optimizer's state next to the weights."""
     notes: tuple[str, ...] = ()
     """Notes on its conversion, one line each."""
-    run: Run | None = None
-    """Configuration and progress of the run, where Megatron-LM's arguments state them; ours are in files."""
+    progress: SavedProgress | None = None
+    """Progress of a run of Megatron-LM, where its arguments state it; ours is in a file."""
     end_of_text_id: int | None = None
     """The id that ends a text, where the configuration states one; in checkpoints of ours only the tokenizer does."""
 
@@ -59,44 +55,23 @@ def open_checkpoint(source: Path, config: Path | None = None) -> Checkpoint:
     folder = checkpoint_of(target)
     tokenizer = run_folder.attached_tokenizer(folder)
     if target.kind == "megatron-lm":
-        model, tensors, left, notes, run = open_megatron_lm(folder, config)
-        return Checkpoint("megatron", folder, model, tensors, tokenizer, left, notes, run)
+        model, tensors, notes, progress = open_megatron_lm(folder, config)
+        return Checkpoint("megatron", folder, model, tensors, tokenizer, notes, progress)
     if config is not None:
         raise InputError(
             f"--config is for what {DESCRIPTIONS['megatron-lm']} does not state, but {source} is "
             f"{DESCRIPTIONS[target.kind]}; leave it out"
         )
     if target.kind == "hf":
-        end = huggingface.stated_end_of_text_id(folder)
+        *_, end = huggingface.stated_model(folder)
         return Checkpoint("hf", folder, *huggingface.open_huggingface(folder), tokenizer, end_of_text_id=end)
     if target.kind == "reference":
         model, tensors = reference.open_reference(folder)
-        left = tuple(reference.optimizer_files(folder))
+        notes = (f"{LEFT_OUT} ({', '.join(left)})",) if (left := reference.optimizer_files(folder)) else ()
         end = reference.stated_end_of_text_id(folder)
-        return Checkpoint("reference", folder, model, tensors, tokenizer, left, end_of_text_id=end)
-    with removed_means_input_error([folder]):
-        model, tensors = run_folder.saved_model(folder), open_full_tensors(folder)
+        return Checkpoint("reference", folder, model, tensors, tokenizer, notes, end_of_text_id=end)
+    model, tensors = run_folder.saved_model(folder), open_full_tensors(folder)
     return Checkpoint("megatron", folder, model, tensors, tokenizer)
-
-
-@contextmanager
-def removed_means_input_error(checkpoints: Sequence[Path]) -> Iterator[None]:
-    """Report an error of the block as InputError if a checkpoint is gone: a run that goes on removes its oldest."""
-    try:
-        yield
-    except (FanformerError, OSError) as error:
-        if gone := [checkpoint for checkpoint in checkpoints if not checkpoint.is_dir()]:
-            raise InputError(
-                f"{gone[0]} was removed while it was read, as a run that goes on removes its oldest "
-                "(checkpoint.keep); name a newer one"
-            ) from error
-        raise
-
-
-def lock_of_run(destination: Path) -> AbstractContextManager[object]:
-    """Lock the run that a checkpoint is put into: while it goes on, it would remove the checkpoint, or resume it."""
-    checkpoints = destination.absolute().parent
-    return run_lock(checkpoints.parent) if checkpoints.name == run_folder.CHECKPOINTS else nullcontext()
 
 
 def write_checkpoint(

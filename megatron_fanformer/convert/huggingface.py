@@ -96,16 +96,8 @@ def stated_model(folder: Path) -> tuple[FANformerConfig, torch.dtype, int | None
     """
     stated = _stated_config(folder)
     dtype = stated.dtype if isinstance(stated.dtype, torch.dtype) else torch.float32
-    return _checked_config(folder, stated, {}), dtype, _end_of_text_id(stated)
-
-
-def stated_end_of_text_id(folder: Path) -> int | None:
-    """Return the id that ends a text, if a folder's configuration states one."""
-    return _end_of_text_id(_stated_config(folder))
-
-
-def _end_of_text_id(stated: HuggingFaceConfig) -> int | None:
-    return stated.eos_token_id if isinstance(stated.eos_token_id, int) else None
+    end_id = stated.eos_token_id if isinstance(stated.eos_token_id, int) else None
+    return _checked_config(folder, stated, {}), dtype, end_id
 
 
 def _stated_config(folder: Path) -> HuggingFaceConfig:

@@ -43,26 +43,13 @@ FUSED_NORM = ".layer_norm_weight"
 HYBRID_NORM, OWN_NORM = "decoder.final_norm.weight", "decoder.final_layernorm.weight"
 HALVES = (("input_layernorm.", "self_attention."), ("pre_mlp_layernorm.", "mlp."))
 """Prefixes of tensors in a hybrid stack's even and odd layers, where `*` and `-` take turns."""
-RECORDED = (
-    "model.seq_length",
-    "training.train_iters",
-    "training.global_batch_size",
-    "training.seed",
-    "optimizer.lr",
-    "schedule.lr_decay_style",
-    "schedule.lr_warmup_iters",
-    "data.split",
-)
-"""The fields that a model card shows, by Megatron's names."""
-
-Run = tuple[dict[str, Any], SavedProgress]
-"""The `RECORDED` fields of a run's configuration, in sections, and its progress."""
+LEFT_OUT = "not converted: the optimizer's state; training on the converted weights starts with a fresh one"
 
 
 def open_megatron_lm(
     folder: Path, config: Path | None = None
-) -> tuple[FANformerConfig, LazyTensors, tuple[str, ...], tuple[str, ...], Run | None]:
-    """Return model, tensors, unconverted files, notes and run of one iteration's checkpoint.
+) -> tuple[FANformerConfig, LazyTensors, tuple[str, ...], SavedProgress | None]:
+    """Return model, tensors, notes on the conversion, and progress of one iteration's checkpoint.
 
     The tensors have our names, one for each layer, and are read on request.
 
@@ -93,8 +80,11 @@ def open_megatron_lm(
     model = _model(folder, arguments, stated, tensors.meta)
     wanted = set(weights)
     check_parts(folder, (part for part in stored_parts(table) if part.name in wanted))
-    left = ("the optimizer's tensors",) if len(weights) < len(stored.described) else ()
-    return model, tensors, left, _notes(arguments, stated), _run(common, arguments)
+    left = (LEFT_OUT,) if len(weights) < len(stored.described) else ()
+    iteration = common.get("iteration") if isinstance(common, dict) else None
+    samples = arguments.get("consumed_train_samples")
+    progress = SavedProgress(iteration, samples) if type(iteration) is type(samples) is int else None
+    return model, tensors, (*left, *_notes(arguments, stated)), progress
 
 
 # -- tensors
@@ -183,9 +173,6 @@ def _fan(folder: Path, arguments: Arguments, stated: Mapping[str, Any], shapes: 
     return {**fields, **stated_fan}
 
 
-# -- notes and the run
-
-
 def _notes(arguments: Arguments, stated: Mapping[str, Any]) -> tuple[str, ...]:
     notes = []
     if rates := [f"{name} {arguments[name]}" for name in DROPOUT if arguments.get(name)]:
@@ -196,16 +183,3 @@ def _notes(arguments: Arguments, stated: Mapping[str, Any]) -> tuple[str, ...]:
             "ids; if some are padding, state model.vocab_size by --config FILE"
         )
     return tuple(notes)
-
-
-def _run(common: Any, arguments: Arguments) -> Run | None:
-    iteration = common.get("iteration") if isinstance(common, dict) else None
-    samples = arguments.get("consumed_train_samples")
-    if type(iteration) is not int or type(samples) is not int:
-        return None
-    saved: dict[str, Any] = {"data": {"train_data": arguments.get("data_path")}}
-    for field in RECORDED:
-        section, _, name = field.partition(".")
-        if isinstance(value := arguments.get(name), int | float | str):
-            saved.setdefault(section, {})[name] = value
-    return saved, SavedProgress(iteration, samples)

@@ -5,7 +5,6 @@ folder are followed: the Hugging Face cache consists of links.)
 """
 
 import json
-import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -29,7 +28,6 @@ SAFETENSORS_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.fl
 _TYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_TYPES.items()}
 PICKLED_NAME = "gA"  # a pickle's first bytes in base 64, in which the authors' code writes nested names
 HEADER_MULTIPLE = 8
-SHARD_SIZE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([KMGT])?B?")
 LARGEST_INDEX_BYTES = 1 << 26  # of the list of shards: a million tensors
 
 
@@ -148,26 +146,15 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], *, max_shard_size:
     Raises:
         InputError: `max_shard_size` is not a size.
     """
-    layout = dict(meta_of(tensors))
-    plan = split_torch_state_dict_into_shards(layout, max_shard_size=shard_bytes(max_shard_size))
+    try:
+        plan = split_torch_state_dict_into_shards(dict(meta_of(tensors)), max_shard_size=max_shard_size)
+    except ValueError as error:
+        raise InputError(f"--max-shard-size {max_shard_size}: {error}; write one such as 5GB or 500MB") from None
     for file, names in plan.filename_to_tensors.items():
         write_safetensors(folder / file, tensors, names)
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (folder / SAFETENSORS_INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def shard_bytes(size: str) -> int:
-    """Return the bytes of a size such as 5GB or 1.5MB.
-
-    Raises:
-        InputError: it is none, or less than one byte.
-    """
-    match = SHARD_SIZE.fullmatch(size)
-    count = int(float(match[1]) * 1000 ** " KMGT".index(match[2] or " ")) if match else 0
-    if count < 1:
-        raise InputError(f"shard size {size[:40]!r} is not a size; write one such as 5GB or 500MB")
-    return count
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], names: list[str]) -> None:

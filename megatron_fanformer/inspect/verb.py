@@ -107,7 +107,6 @@ def inspect_path(path: str, *, verify: bool = False) -> dict[str, Any]:
 
         verified = {"verified": check_data(target)} if verify else {}
         return {**describe_data(target), **verified}
-    from megatron_fanformer.convert.checkpoints import removed_means_input_error
     from megatron_fanformer.inspect import checkpoint
 
     if target.kind not in OURS:
@@ -118,11 +117,10 @@ def inspect_path(path: str, *, verify: bool = False) -> dict[str, Any]:
         return {**describe(target), **verified}
     # Looked up once: a run that goes on has others later. One that has none yet can be described.
     newest = checkpoint_of(target) if verify or target.kind == "checkpoint" else target.path
-    with removed_means_input_error([newest]):
-        verified = {"verified": checkpoint.check_checkpoint(newest)} if verify else {}
-        is_run = target.kind == "run"
-        facts = checkpoint.describe_run(target.path) if is_run else checkpoint.describe_checkpoint(target.path)
-        return {**facts, **verified}
+    verified = {"verified": checkpoint.check_checkpoint(newest)} if verify else {}
+    is_run = target.kind == "run"
+    facts = checkpoint.describe_run(target.path) if is_run else checkpoint.describe_checkpoint(target.path)
+    return {**facts, **verified}
 
 
 # -- a report as text

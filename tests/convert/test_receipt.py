@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,14 +15,15 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from megatron_fanformer.cli import main
-from megatron_fanformer.convert import checkpoints, name_table
-from megatron_fanformer.convert import receipt as receipts
+from megatron_fanformer.convert import name_table
+from megatron_fanformer.convert.checkpoints import open_checkpoint
 from megatron_fanformer.convert.convert import convert_checkpoint
 from megatron_fanformer.convert.name_table import Transform
+from megatron_fanformer.convert.receipt import different_tensors, prompts
 from megatron_fanformer.hf import FANformerForCausalLM
 from tests.conftest import REFERENCE
 from tests.convert.plain_fanformer import HEAD_SIZE, HIDDEN, VARIANTS, Variant, random_weights, write
-from tests.whole_models import TOKEN_LOSS, logits_bound
+from tests.whole_models import logits_bound
 
 AUTHORS_FIELDS: dict[str, Any] = {
     **dict.fromkeys(("d_model", "n_heads", "n_layers", "max_sequence_length", "vocab_size", "rope_theta"), int),
@@ -50,18 +50,22 @@ def source(tmp_path: Path) -> Path:
     return write(tmp_path / "source", VARIANTS["grouped queries"])
 
 
-def check_the_authors_code_opens(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+def check_the_authors_code_opens(folder: Path, weights: dict[str, torch.Tensor], tokens: int) -> None:
     """By the steps of `OLMo.from_checkpoint` and of their trainer's `load_state_dict`.
 
     The first reads `model.pt` alone; the second takes any `model.safetensors` for the form of its own. Their fields are
-    typed, and an unknown one is an error. `weights` are those of their own model, by the names of its state.
+    typed, and an unknown one is an error. `weights` are those of their own model, by the names of its state, whose
+    padding beyond `tokens` was lost on the way.
     """
-    assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "model.pt"]
+    assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "model.pt", "receipt.json"]
     fields = yaml.safe_load((folder / "config.yaml").read_text())["model"]
     assert [name for name, value in fields.items() if not isinstance(value, AUTHORS_FIELDS[name])] == []
     state = torch.load(folder / "model.pt", map_location="cpu")
     assert state.keys() == weights.keys()  # as a strict `load_state_dict` asks
-    assert [name for name, loaded in state.items() if not torch.equal(loaded, weights[name])] == []
+    rows = {"transformer.wte.weight": tokens, "transformer.ff_out.weight": tokens}
+    for name, loaded in state.items():
+        assert loaded.shape == weights[name].shape
+        assert torch.equal(loaded[: rows.get(name)], weights[name][: rows.get(name)]), name
 
 
 # -- what a conversion does
@@ -69,61 +73,27 @@ def check_the_authors_code_opens(folder: Path, weights: dict[str, torch.Tensor])
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.full if c in OTHER_CASES else ()) for c in CASES])
 def test_the_authors_cases_all_the_way_round(case: str, tmp_path: Path) -> None:
-    """Reference, Megatron, Hugging Face, Megatron, reference: the padding kept as token ids, so that all is kept."""
+    """Reference, Megatron, Hugging Face, Megatron, reference."""
     expected = load_file(REFERENCE / case / "expected.safetensors")
-    rows = expected["logits"].shape[-1]
     steps = [REFERENCE / case, *(tmp_path / name for name in ("megatron", "hf", "megatron2", "reference"))]
     for before, after in itertools.pairwise(steps):
-        to = after.name.removesuffix("2")
-        done = convert_checkpoint(before, after, to=to, padded_vocab_size=rows)  # type: ignore[arg-type]
-        assert done.checks is not None and all(check["passed"] for check in done.checks.values())
-    check_the_authors_code_opens(steps[-1], load_file(steps[0] / "model.safetensors"))
+        convert_checkpoint(before, after, to=after.name.removesuffix("2"))  # type: ignore[arg-type]
+    tokens = open_checkpoint(tmp_path / "hf").config.vocab_size
+    check_the_authors_code_opens(steps[-1], load_file(steps[0] / "model.safetensors"), tokens)
     with torch.no_grad():
         logits = FANformerForCausalLM.from_pretrained(tmp_path / "hf")(expected["input_ids"]).logits
-    assert (logits - expected["logits"]).abs().max() < logits_bound(REFERENCE / case)
-    token_loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), expected["labels"], reduction="none")
-    assert (token_loss - expected["token_loss"]).abs().max() < TOKEN_LOSS
-
-
-def test_padding_that_is_left_out_is_told(tmp_path: Path) -> None:
-    done = convert_checkpoint(REFERENCE / "fanformer-tied", tmp_path / "hf", to="hf", receipt=tmp_path / "receipt.json")
-    assert done.notes == ["left out: 6 rows of vocabulary padding that were not zero; no token id needs them"]
-    assert json.loads((tmp_path / "receipt.json").read_text())["vocabulary"] == {
-        "tokens": 250,
-        "source_rows": 256,
-        "destination_rows": 250,
-        "dropped_rows": 6,
-        "dropped_rows_were": {"transformer.wte.weight": "not zero"},
-        "added_rows": 0,
-    }
+    assert (logits - expected["logits"][..., :tokens]).abs().max() < logits_bound(REFERENCE / case)
 
 
 @pytest.mark.parametrize("to", FORMS)
-def test_padding_that_is_asked_for_is_zeros(to: str, source: Path, tmp_path: Path) -> None:
-    """By the command, as a user asks for it; in Hugging Face's form they are token ids."""
-    for name, rows in (("asked", 130), ("own", 90 if to == "hf" else 128)):
-        asked = ["--padded-vocab-size", str(rows)] if name == "asked" else []
-        assert main(["convert", str(source), str(tmp_path / name), "--to", to, *asked]) == 0
-        made = checkpoints.open_checkpoint(tmp_path / name)
-        embedding = next(tensor for key, tensor in made.tensors.items() if "embed" in key or "wte" in key)
-        assert embedding.shape[0] == rows
-        assert (made.config.vocab_size, made.config.padded_vocab_size)[to != "hf"] == rows
-        assert not embedding[128:].any() and embedding[89].any()
-
-
-@pytest.mark.parametrize("to", FORMS)
-def test_the_report_says_what_was_checked(to: str, source: Path, tmp_path: Path) -> None:
-    file = tmp_path / "receipt.json"
-    assert main(["convert", str(source), str(tmp_path / "out"), "--to", to, "--report", str(file)]) == 0
-    receipt = json.loads(file.read_text())
-    assert receipt["passed"] is True
-    passed = {name: check["passed"] for name, check in receipt["checks"].items()}
-    assert passed == dict.fromkeys(("names", "round_trip", "logits"), True)
-    assert receipt["checks"]["logits"]["max_abs_error"] <= receipt["checks"]["logits"]["allowed"]
+def test_the_receipt_is_in_the_new_folder(to: str, source: Path, tmp_path: Path) -> None:
+    assert main(["convert", str(source), str(tmp_path / "out"), "--to", to]) == 0
+    receipt = json.loads((tmp_path / "out" / "receipt.json").read_text())
+    checks = receipt["checks"]
+    assert checks["problem"] == "" and checks["logits_max_abs_error"] <= checks["logits_allowed"]
     hashed = receipt["source"]["files"]["model.safetensors"]["sha256"]
     assert hashed == hashlib.sha256((source / "model.safetensors").read_bytes()).hexdigest()
-    assert receipt["destination"]["path"] == str(tmp_path / "out")
-    assert receipt["destination"]["tensors"] and receipt["versions"]["torch"] == metadata.version("torch")
+    assert receipt["destination"]["files"] and receipt["versions"]["torch"] == metadata.version("torch")
 
 
 # -- planted faults
@@ -182,14 +152,12 @@ def plant() -> Iterator[Plant]:
         object.__setattr__(transform, field, function)
 
 
-def refused(source: Path, tmp_path: Path, to: str, capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[str, bool]]:
-    """What is said where a conversion fails its checks, and which of the checks passed."""
-    out, file = tmp_path / "out", tmp_path / "receipt.json"
-    assert main(["convert", str(source), str(out), "--to", to, "--report", str(file)]) == 3
+def refused(source: Path, tmp_path: Path, to: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the message where a conversion fails its checks."""
+    out = tmp_path / "out"
+    assert main(["convert", str(source), str(out), "--to", to]) == 3
     assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == []
-    receipt = json.loads(file.read_text())
-    assert receipt["passed"] is False
-    return capsys.readouterr().err, {name: check["passed"] for name, check in receipt["checks"].items()}
+    return capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -206,16 +174,8 @@ def started_from(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Variant]
     return source
 
 
-IN_ONE_DIRECTION = ("q and k of a head, hf", "p off by one row, reference")
-"""In each run: which fault it is matters to the logits, and they are looked at in either case."""
-
-
 @pytest.mark.parametrize(
-    ("fault", "directions"),
-    [
-        *((fault, "both") for fault in FAULTS),
-        *(pytest.param(fault, "one", marks=() if fault in IN_ONE_DIRECTION else pytest.mark.full) for fault in FAULTS),
-    ],
+    ("fault", "directions"), [*((fault, "both") for fault in FAULTS), ("p off by one row, reference", "one")]
 )
 def test_a_fault_in_a_transform_is_caught(
     fault: str,
@@ -234,9 +194,8 @@ def test_a_fault_in_a_transform_is_caught(
     plant(name, split=lambda hub, config: split(hub, config) if hub.is_meta else change(split(hub, config)))
     if directions == "both":
         plant(name, join=lambda parts, config: join(undo(tuple(parts)), config))
-    message, passed = refused(source, tmp_path, to, capsys)
-    assert passed["logits"] is False and "logits: they differ" in message
-    assert passed["round_trip"] is (directions == "both")
+    message = refused(source, tmp_path, to, capsys)
+    assert ("logits differ" if directions == "both" else "converted back, tensors are different: ") in message
 
 
 def test_a_row_of_padding_too_many_is_caught(
@@ -245,15 +204,14 @@ def test_a_row_of_padding_too_many_is_caught(
     convert_checkpoint(source, tmp_path / "hf", to="hf", verified=False)
     rows = 128 + 1
     plant("VOCABULARY_PADDED", split=lambda hub, _: (name_table.resize_vocabulary(hub, rows),))
-    message, passed = refused(tmp_path / "hf", tmp_path, "megatron", capsys)
-    assert passed["logits"] is False and "shape [128, 32], but what was written has shape [129, 32]" in message
+    message = refused(tmp_path / "hf", tmp_path, "megatron", capsys)
+    assert "shape [128, 32], but what was written has shape [129, 32]" in message
 
 
 def test_weights_that_are_not_finite_do_not_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weights = random_weights(GROUPED)
     weights["transformer.blocks.1.ff_out.weight"][0, 0] = float("nan")
-    _, passed = refused(write(tmp_path / "source", GROUPED, weights), tmp_path, "hf", capsys)
-    assert (passed["round_trip"], passed["logits"]) == (True, False)
+    assert "logits differ by nan" in refused(write(tmp_path / "source", GROUPED, weights), tmp_path, "hf", capsys)
 
 
 def test_the_faults_cover_every_transform_that_moves_rows() -> None:
@@ -265,18 +223,10 @@ def test_the_faults_cover_every_transform_that_moves_rows() -> None:
 def test_a_changed_row_of_a_token_that_no_prompt_has_is_caught(source: Path, tmp_path: Path) -> None:
     """The logits cannot tell."""
     convert_checkpoint(source, tmp_path / "hf", to="hf", verified=False)
-    before, file = checkpoints.open_checkpoint(source), tmp_path / "hf" / "model.safetensors"
-    assert receipts._round_trip(before, checkpoints.open_checkpoint(tmp_path / "hf"))["different"] == []
+    before, file = open_checkpoint(source), tmp_path / "hf" / "model.safetensors"
+    assert different_tensors(before, open_checkpoint(tmp_path / "hf"), None) == []
     weights = load_file(file)
-    unseen = min(set(range(90)).difference(receipts.prompts(90).flatten().tolist()))
+    unseen = min(set(range(90)).difference(prompts(90).flatten().tolist()))
     weights["model.embed_tokens.weight"][unseen] += 1
     save_file(weights, file, {"format": "pt"})
-    found = receipts._round_trip(before, checkpoints.open_checkpoint(tmp_path / "hf"))
-    assert (found["passed"], found["different"]) == (False, ["transformer.wte.weight"])
-
-
-def test_tensors_that_were_not_read_are_named() -> None:
-    source, written = SimpleNamespace(tensors={"a": 0, "b": 0}), SimpleNamespace(tensors={"c": 0, "d": 0})
-    assert receipts._names(source, {"a", "b"}, written, {"c", "d"})["passed"]  # type: ignore[arg-type]
-    found = receipts._names(source, {"a"}, written, {"c"})  # type: ignore[arg-type]
-    assert (found["passed"], found["unused"], found["not_the_models"]) == (False, ["b"], ["d"])
+    assert different_tensors(before, open_checkpoint(tmp_path / "hf"), None) == ["transformer.wte.weight"]

