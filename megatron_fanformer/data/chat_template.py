@@ -10,7 +10,6 @@ where an answer begins, has the ids that it has in training.
 """
 
 import copy
-import functools
 import itertools
 import json
 import re
@@ -37,7 +36,6 @@ OLMO = "olmo"
 ASSISTANT = "assistant"
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 VARIABLES = ("bos_token", "eos_token", "pad_token", "unk_token")
-SET = re.compile(r'\{% set (\w+) = "(?:[^"\\]|\\.)*" %\}\n')  # as `_with_set` writes it
 
 # The form of OLMo's script that prepares Tulu's conversations (allenai/OLMo, scripts/prepare_tulu_data.py).
 OLMO_TEMPLATE = """\
@@ -60,8 +58,6 @@ Message = Mapping[str, Any]
 """One message: its `role`, its `content`, a text, or None beside `tool_calls`, and whatever else a template reads."""
 Tools = Sequence[Mapping[str, Any]]
 """Functions that may be called: `function.name` and what else a template writes."""
-CHECKED_ROLES = ("developer", "tool")
-"""Roles that not every template knows."""
 QUESTION, ANSWER = {"role": "user", "content": "A question?"}, {"role": ASSISTANT, "content": "An answer!"}
 """Rendered to see the text that a template writes around messages."""
 
@@ -87,7 +83,6 @@ class TemplateRefusal(InputError):
 
 REFUSED = "refused by the template"
 BEGINS_OTHERWISE = "the template renders its beginning otherwise"
-LEAVES_OUT = "the template leaves out"
 
 _one_at_a_time = threading.Lock()  # transformers keeps the marks of a rendering in the template
 
@@ -117,24 +112,17 @@ class ChatTemplate:
             needs_learned: refuse a conversation with a turn whose learned span is unknown, as training must; else such
                 turns have no span.
 
-        Raises TemplateRefusal if it cannot render this one, or leaves out tools or a message of a role.
+        Raises TemplateRefusal if it cannot render this one.
         """
-        chat = None
+        others, escaped = _with_objects(messages)
         try:
             chat = self._with_learned(messages, add_generation_prompt, tools, needs_learned)
+            if not any(text in chat.text for text in escaped):
+                return chat
         except TemplateRefusal:
-            if not any(_json_arguments(messages)):
+            if not escaped:
                 raise
-        if chat is None or _has_escaped_arguments(messages, chat.text):
-            others = copy.deepcopy([dict(message) for message in messages])
-            for function in _json_arguments(others):
-                function["arguments"] = json.loads(function["arguments"])
-            chat = self._with_learned(others, add_generation_prompt, tools, needs_learned)
-        if (what := _left_out(messages, tools, chat.text)) is not None:
-            raise TemplateRefusal(
-                f"the chat template leaves out {what}; use one that knows them", f"{LEAVES_OUT} {what}"
-            )
-        return chat
+        return self._with_learned(others, add_generation_prompt, tools, needs_learned)
 
     def with_variables(self) -> str:
         """Return its source with the special tokens set: the same text, whichever tokens another program gives it."""
@@ -148,15 +136,11 @@ class ChatTemplate:
             return ""
         return "".join(text[begin:end] for begin, end in spans).rpartition(ANSWER["content"])[2]
 
-    @functools.cached_property
-    def _is_marked(self) -> bool:
-        return GENERATION.search(self.source) is not None
-
     def _with_learned(
         self, messages: Sequence[Message], add_generation_prompt: bool, tools: Tools | None, needs_learned: bool
     ) -> RenderedChat:
         chat = self._rendered(messages, add_generation_prompt, tools)
-        if self._is_marked:
+        if GENERATION.search(self.source):
             return chat
         turns = [turn for turn, message in enumerate(messages) if message["role"] == ASSISTANT]
         spans = {turn: self._span(messages, turn, chat.text, tools) for turn in turns}
@@ -207,7 +191,7 @@ class ChatTemplate:
                     tools=tools,
                     chat_template=self.source,
                     add_generation_prompt=add_generation_prompt,
-                    return_assistant_tokens_mask=self._is_marked,
+                    return_assistant_tokens_mask=GENERATION.search(self.source) is not None,
                     **self.variables,
                 )
             text.encode()  # no text can hold the unpaired surrogate that a template may write
@@ -244,47 +228,21 @@ def function_of(stated: Any) -> Mapping[str, Any] | None:
     return function if is_named else None
 
 
-def _left_out(messages: Sequence[Message], tools: Tools | None, text: str) -> str | None:
-    """Return which of a conversation's tools, calls and messages of rarer roles its text lacks; None: none."""
-    for message in messages:
-        if message["role"] in CHECKED_ROLES and not _is_in((message.get("content") or "").strip(), text):
-            return f"a {message['role']} message"
-        if not all(_is_in(name, text) for name in _names(message.get("tool_calls") or ())):
-            return "tool calls"
-    return None if all(_is_in(name, text) for name in _names(tools or ())) else "tools"
-
-
-def _names(stated: Sequence[Any]) -> Iterator[str]:
-    yield from (function["name"] for entry in stated if (function := function_of(entry)) is not None)
-
-
-def _is_in(piece: str, text: str) -> bool:
-    """Return whether a text has a piece, as it is or as JSON writes it."""
-    return piece in text or any(json.dumps(piece, ensure_ascii=flag)[1:-1] in text for flag in (True, False))
-
-
-def _has_escaped_arguments(messages: Sequence[Message], text: str) -> bool:
-    """Return whether arguments that are JSON text stand in a text as a JSON string, their quotes escaped."""
-    return any(
-        '"' in function["arguments"] and json.dumps(function["arguments"], ensure_ascii=ascii_only) in text
-        for function in _json_arguments(messages)
-        for ascii_only in (True, False)
-    )
-
-
-def _json_arguments(messages: Sequence[Message]) -> Iterator[Any]:
-    """Yield the functions of tool calls whose arguments are the JSON text of an object."""
-    for message in messages:
-        for call in message.get("tool_calls") or ():
-            function = function_of(call)
-            if function is None or not isinstance(function.get("arguments"), str):
-                continue
-            try:
-                is_object = isinstance(json.loads(function["arguments"]), dict)
-            except (ValueError, RecursionError):
-                continue
-            if is_object:
-                yield function
+def _with_objects(messages: Sequence[Message]) -> tuple[Sequence[Message], list[str]]:
+    """Return messages whose calls have objects for arguments that are JSON text, and that text as a JSON string."""
+    if not any(message.get("tool_calls") for message in messages):
+        return messages, []
+    others, escaped = copy.deepcopy([dict(message) for message in messages]), []
+    for function in (function_of(call) for message in others for call in message.get("tool_calls") or ()):
+        try:
+            text: str = function["arguments"]  # type: ignore[index]  # a call without a function is left as it is
+            arguments = json.loads(text)
+        except (KeyError, TypeError, ValueError, RecursionError):
+            continue
+        if isinstance(arguments, dict):
+            escaped += [json.dumps(text, ensure_ascii=ascii_only) for ascii_only in (True, False)]
+            function["arguments"] = arguments  # type: ignore[index]
+    return others, escaped
 
 
 # -- the template of a tokenizer
@@ -321,19 +279,12 @@ def find_template(
 
 
 def template_of(folder: Path, tokenizer: Path) -> str | None:
-    """Return the template in a folder, with a tokenizer's special tokens set; None where there is none.
-
-    Those that it does not name, or begins by setting, are left out: a second conversion changes nothing.
-    """
+    """Return the template in a folder, with those special tokens set that it names, and does not set itself."""
     source = own_template(folder)
     if source is None:
         return None
-    begun, end = set(), 0
-    while line := SET.match(source, end):
-        begun.add(line[1])
-        end = line.end()
     tokens = _special_tokens(tokenizer).items()
-    return _with_set(source, {name: text for name, text in tokens if name in source and name not in begun})
+    return _with_set(source, {name: text for name, text in tokens if name in source and f"set {name} =" not in source})
 
 
 def _folder_of(tokenizer: Path) -> Path:

@@ -11,7 +11,7 @@ has NumPy's header.
 
 import functools
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from megatron_fanformer.stores import is_url
 MASK_SUFFIX = ".mask.bin"
 IDS_NPY, MASK_NPY = "/input_ids.npy", "/label_mask.npy"
 NPY_DTYPE, NPY_ROW_TOKENS = "uint16", 2048  # of files without a manifest: those of OLMo's script
-READ_BYTES = 1 << 24
+READ_BYTES = 1 << 24  # of a mask, at a time
 
 
 # -- files
@@ -117,32 +117,18 @@ def _open_rows(prefix: str) -> ChatFiles:
             f"{ids} and {mask} hold {ids.stat().st_size} and {tokens} bytes, not rows of {row} {dtype} ids and as many"
             f" bytes of mask{stated}; copy them again"
         )
-    blocks = [block.reshape(-1, row) != 0 for block in _mask_blocks(mask, row)]
+    learned = np.memmap(mask, bool, mode="r").reshape(-1, row)
     lengths = np.concatenate(
-        [np.where(learned.any(axis=1), row - learned[:, ::-1].argmax(axis=1), 0) for learned in blocks]
+        [
+            np.where(block.any(axis=1), row - block[:, ::-1].argmax(axis=1), 0)
+            for block in np.array_split(learned, -(-tokens // READ_BYTES))
+        ]
     ).astype(np.int64)
     if not lengths.all():
         raise CorruptError(
             f"row {int(np.argmin(lengths))} (from 0) of {mask} has no learned token; leave it out of both files"
         )
     return ChatFiles(prefix, ids, dtype, mask, np.arange(len(lengths), dtype=np.int64) * row, lengths)
-
-
-def _mask_blocks(mask: Path, row: int = 1) -> Iterator[np.ndarray]:
-    """Yield a file of masks in blocks of whole rows."""
-    with mask.open("rb") as stream:
-        while len(block := np.fromfile(stream, np.uint8, max(1, READ_BYTES // row) * row)):
-            yield block
-
-
-def count_learned(mask: Path) -> int:
-    """Return the learned tokens of a file of masks, which is read from end to end."""
-    total = 0
-    for block in _mask_blocks(mask):
-        if block.max() > 1:
-            raise CorruptError(f"{mask} holds {block.max()}, a mask holds 0 and 1 alone; copy or prepare it again")
-        total += int(block.sum(dtype=np.int64))
-    return total
 
 
 # -- sets of chats

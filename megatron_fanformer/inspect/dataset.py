@@ -10,7 +10,7 @@ import msgspec
 
 from megatron_fanformer.convert.recognition import Target
 from megatron_fanformer.data.blends import parse_blend
-from megatron_fanformer.data.chats import MASK_SUFFIX, count_learned, is_row_folder, open_chats
+from megatron_fanformer.data.chats import MASK_SUFFIX, is_row_folder, open_chats
 from megatron_fanformer.data.ledger import open_ledger
 from megatron_fanformer.data.manifest import (
     MANIFEST_SUFFIX,
@@ -118,9 +118,8 @@ def _describe_files(prefix: str) -> Report:
 
 
 def _describe_chats(prefix: str) -> Report:
-    """Describe a prefix of conversations; learned tokens are counted where no manifest states them."""
+    """Describe a prefix of conversations."""
     chats, stated = open_chats(prefix), token_files_record(prefix)
-    learned = None if stated is None else stated.learned_tokens
     stored = chats.mask_path.stat().st_size  # with padding
     tokens = int(chats.lengths.sum())
     facts = {
@@ -128,7 +127,7 @@ def _describe_chats(prefix: str) -> Report:
         "documents": len(chats),
         "tokens": stored,
         "padding": stored - tokens,
-        "learned_tokens": count_learned(chats.mask_path) if learned is None else learned,
+        "learned_tokens": None if stated is None else stated.learned_tokens,
         "cut": None if stated is None else stated.cut,
         "dtype": chats.dtype.name,
         "bytes": stored * chats.dtype.itemsize,

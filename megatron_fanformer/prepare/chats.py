@@ -42,20 +42,15 @@ from megatron_fanformer.prepare.inputs import InputFile
 TOO_LONG_A_CHAT = f"above {LOOK_AGAIN_BYTES >> 20} MiB"
 NO_MESSAGES_FIELD = "no messages, conversations, or prompt and completion"
 NOT_MESSAGES = "messages are not a list of objects with a role and a content"
-CONTENT_NOT_A_STRING = "content is not a string, or parts of text"
-PART_NOT_TEXT = "content has a part that is not text"
-NO_CONTENT = "no content, and no tool calls"
-NO_MESSAGE = "no message"
+CONTENT_NOT_TEXT = "content is not a text, or parts of text"
 UNKNOWN_ROLE = "unknown role"
 TOOL_CALLS = "tool calls are not a list of functions with a name, of the assistant"
 TOOLS = "tools are not a list of functions with a name"
 NO_ASSISTANT_TURN = "no assistant turn"
-NOT_A_WEIGHT = "weight, train or loss of an answer is neither 0 nor 1"
 
 # Reasons to leave out a conversation that was parsed.
 TOO_MANY_TOKENS = "longer than max_tokens"
 NOTHING_LEARNED = "nothing to learn"
-MARKS_OTHERS = "the template does not mark each answer, and some have weights"
 NOTHING_LEARNED_BEFORE_CUT = "nothing to learn within max_tokens"
 
 ROLES = {
@@ -65,8 +60,6 @@ ROLES = {
 }
 """The templates' names for the roles of a data set."""
 FIELDS = ("messages", "conversations", "prompt", "completion", "tools")
-WEIGHTS = ("weight", "train", "loss")
-"""Fields of an answer that is not learned where one of them is 0 or false."""
 
 
 class Chat(NamedTuple):
@@ -132,8 +125,6 @@ class ChatParser:
         """Return the conversation of these fields, or the reason that it is refused."""
         try:
             messages = list(map(_message, _stated_messages(fields)))
-            if not messages:
-                raise _Refused(NO_MESSAGE)
             if all(message["role"] != ASSISTANT for message in messages):
                 raise _Refused(NO_ASSISTANT_TURN)
             return Chat(messages, as_text(fields.get("id")), as_text(fields.get("source")), _tools(fields.get("tools")))
@@ -174,11 +165,7 @@ def _message(stated: Any) -> Message:
     calls = stated.get("tool_calls")
     if calls and (role != ASSISTANT or not isinstance(calls, list) or None in map(function_of, calls)):
         raise _Refused(TOOL_CALLS)
-    if content is None and not calls:
-        raise _Refused(NO_CONTENT)
-    text = None if content is None else _text(content)
-    if role == ASSISTANT and any(stated.get(name) not in (None, 0, 1) for name in WEIGHTS):
-        raise _Refused(NOT_A_WEIGHT)
+    text = None if content is None and calls else _text(content)
     others = {name: value for name, value in stated.items() if name not in ("from", "value") and value is not None}
     message = {**others, "role": role, "content": text}
     _refuse_surrogates(message)
@@ -189,13 +176,13 @@ def _text(content: Any) -> str:
     """Return the content of a message as one text; it may be a list of parts."""
     if isinstance(content, str):
         return content
-    if not isinstance(content, list) or not all(isinstance(part, str | dict) for part in content):
-        raise _Refused(CONTENT_NOT_A_STRING)
-    parts = [part if isinstance(part, str) else part.get("text") for part in content]
-    kinds = [part.get("type", "text") for part in content if isinstance(part, dict)]
-    if any(kind != "text" for kind in kinds) or not all(isinstance(part, str) for part in parts):
-        raise _Refused(PART_NOT_TEXT)
-    return "".join(parts)
+    parts = content if isinstance(content, list) else [None]
+    texts: list[Any] = [
+        part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part for part in parts
+    ]
+    if not all(isinstance(text, str) for text in texts):
+        raise _Refused(CONTENT_NOT_TEXT)
+    return "".join(texts)
 
 
 def _tools(stated: Any) -> list[dict[str, Any]] | None:
@@ -279,15 +266,7 @@ class ChatEncoder:
 
     def _rendered(self, chat: Chat) -> RenderedChat:
         rendered = self._template.render(chat.messages, tools=chat.tools)
-        answers = [message for message in chat.messages if message["role"] == ASSISTANT]
-        weights = [all(answer.get(name) != 0 for name in WEIGHTS) for answer in answers]
-        if all(weights):
-            weights = [True] * len(rendered.learned)
-        elif len(weights) != len(rendered.learned):
-            raise TemplateRefusal("answers have weights, and the template does not mark each of them", MARKS_OTHERS)
-        spans = list(zip(rendered.learned, weights, strict=True))
-        kept = spans if self._settings.learn == "all" else spans[-1:]
-        return rendered._replace(learned=[span for span, weight in kept if weight])
+        return rendered if self._settings.learn == "all" else rendered._replace(learned=rendered.learned[-1:])
 
     def _at_length(self, ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool] | Refusal:
         """Return ids and mask, cut or padded to their length, and whether they were cut; or the refusal."""

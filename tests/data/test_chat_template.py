@@ -122,22 +122,6 @@ def test_arguments_are_written_as_the_template_takes_them(written: str, stated: 
     assert [chat.text[begin:end] for begin, end in chat.learned] == [f"weather({expected})"]
 
 
-@pytest.mark.parametrize(
-    ("messages", "tools", "what"),
-    [
-        (calling(ARGUMENTS), None, "tool calls"),
-        ([*HELLO, {"role": "tool", "content": "dry"}], None, "a tool message"),
-        ([{"role": "developer", "content": "Brief."}, *HELLO], None, "a developer message"),
-        (HELLO, [{"name": "weather"}], "tools"),
-    ],
-)
-def test_what_a_template_leaves_out_is_refused(messages: Messages, tools: object, what: str) -> None:
-    source = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    with pytest.raises(TemplateRefusal, match=f"leaves out {what}; use one that knows") as refusal:
-        ChatTemplate(source).render(messages, tools=tools)
-    assert refusal.value.reason == f"the template leaves out {what}"
-
-
 # -- refused
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_fanformer.data.chats import Conversations, count_learned, first_fit, open_chats, pack, parse_chats
+from megatron_fanformer.data.chats import Conversations, first_fit, open_chats, pack, parse_chats
 from megatron_fanformer.data.check import check_files
 from megatron_fanformer.data.config import DataConfig
 from megatron_fanformer.data.datasets import build_datasets
@@ -47,15 +47,6 @@ def read(prefix: str) -> list[tuple[list[int], list[int]]]:
 def test_both_forms_give_ids_and_what_is_learned(pair: str, rows: Path) -> None:
     assert read(pair) == CONVERSATIONS
     assert read(str(rows)) == CONVERSATIONS
-
-
-def test_learned_tokens_are_counted_in_a_mask_of_0_and_1_alone(tmp_path: Path) -> None:
-    mask = tmp_path / "a.mask.bin"
-    mask.write_bytes(b"\0\1\1\0\1")
-    assert count_learned(mask) == 3
-    mask.write_bytes(b"\0\1\2")
-    with pytest.raises(CorruptError, match="holds 2, a mask holds 0 and 1 alone"):
-        count_learned(mask)
 
 
 @pytest.mark.parametrize(
