@@ -25,7 +25,7 @@ class Baseline:
 
     losses: list[float]
     tensors: dict[str, dict[str, np.ndarray]]
-    """Tensors by kind, then by name."""
+    """By kind, then by name."""
     scales: dict[str, Errors]
     """The norm of each tensor; for a weight, the distance that it moved, or could at least have moved."""
     last_places: Errors
@@ -37,7 +37,6 @@ class Differences:
     """A run's differences from the baseline, relative to it."""
 
     losses: list[float]
-    """Differences of the losses, one per step."""
     tensors: dict[str, Errors]
     """Norm of the difference over the scale, by kind, then by name in forward order."""
 

@@ -45,30 +45,19 @@ def part_of(whole: np.ndarray, where: tuple[Any, ...]) -> Any:
     return where if isinstance(where[0], slice) else np.ix_(*where)
 
 
-def weight_parts(stages: list[Any], grid: RankGrid, order: Reordering) -> list[TensorPart]:
-    """Return this rank's parts of all weights."""
-    return _parts([sharded_state(chunk, grid) for chunk in stages], order)
-
-
-def gradient_parts(stages: list[Any], grid: RankGrid, order: Reordering) -> list[TensorPart]:
-    """Return this rank's parts of all gradients, as the buffers hold them."""
+def weight_parts(
+    stages: list[Any], grid: RankGrid, order: Reordering, *, of_gradients: bool = False
+) -> list[TensorPart]:
+    """Return this rank's parts of all weights; a reordered run's one rank has whole tensors, which are put into the
+    original order.
+    """
     states = [sharded_state(chunk, grid) for chunk in stages]
-    gradients = [
-        # a layer of the Engine has a state besides its weights, whose data are bytes
-        {name: _gradient_of(value) for name, value in state.items() if isinstance(value.data, torch.nn.Parameter)}
-        for state in states
-    ]
-    return _parts(gradients, order)
-
-
-def _gradient_of(sharded: Any) -> Any:
-    gradient = sharded.data.main_grad
-    kind = {"dtype": gradient.dtype} if isinstance(sharded, ShardedTensor) else {}
-    return dataclasses.replace(sharded, data=gradient, **kind)
-
-
-def _parts(states: list[dict[str, Any]], order: Reordering) -> list[TensorPart]:
-    """Return the parts; a reordered run's one rank has whole tensors, which are put into the original order."""
+    if of_gradients:
+        # A layer of the Engine has a state besides its weights, whose data are bytes.
+        states = [
+            {name: _gradient_of(value) for name, value in state.items() if isinstance(value.data, torch.nn.Parameter)}
+            for state in states
+        ]
     parts = [
         TensorPart(shard.key, tuple(shard.global_shape), shard.global_slice(), as_array(shard.data))
         for state in states
@@ -83,6 +72,17 @@ def _parts(states: list[dict[str, Any]], order: Reordering) -> list[TensorPart]:
         TensorPart(name, tuple(tensor.shape), (slice(None),) * tensor.ndim, as_array(order.restored(name, tensor)))
         for name, tensor in whole.items()
     ]
+
+
+def gradient_parts(stages: list[Any], grid: RankGrid, order: Reordering) -> list[TensorPart]:
+    """Return this rank's parts of all gradients, as the buffers hold them."""
+    return weight_parts(stages, grid, order, of_gradients=True)
+
+
+def _gradient_of(sharded: Any) -> Any:
+    gradient = sharded.data.main_grad
+    kind = {"dtype": gradient.dtype} if isinstance(sharded, ShardedTensor) else {}
+    return dataclasses.replace(sharded, data=gradient, **kind)
 
 
 def restored_output(part: TensorPart, order: Reordering) -> TensorPart:
@@ -131,18 +131,7 @@ class OutputRecorder:
             hook.remove()
 
     def _watch(self, number: int, chunk: Any) -> list[Any]:
-        return [
-            chunk.register_forward_pre_hook(functools.partial(self._begin, number)),
-            chunk.register_forward_hook(functools.partial(self._end, number)),
-            *(
-                module.register_forward_hook(functools.partial(self._record, number, name))
-                for name, module in self._modules(chunk)
-            ),
-        ]
-
-    @staticmethod
-    def _modules(chunk: Any) -> list[tuple[str, Any]]:
-        """Return the modules whose outputs are whole in width on every rank, under their global names."""
+        """Watch the modules whose outputs are whole in width on every rank, under their global names."""
         modules = [("embedding", chunk.embedding)] if chunk.pre_process else []
         for layer in chunk.decoder.layers:
             name = f"layers.{layer.layer_number - 1}"  # global, whatever the stage
@@ -151,7 +140,11 @@ class OutputRecorder:
             modules += [(f"{name}.self_attention", layer.self_attention), (f"{name}.mlp", layer.mlp), (name, layer)]
         if chunk.decoder.final_layernorm is not None:
             modules.append(("final_layernorm", chunk.decoder.final_layernorm))
-        return modules
+        return [
+            chunk.register_forward_pre_hook(functools.partial(self._begin, number)),
+            chunk.register_forward_hook(functools.partial(self._end, number)),
+            *(module.register_forward_hook(functools.partial(self._record, number, name)) for name, module in modules),
+        ]
 
     def _begin(self, number: int, *_: Any) -> None:
         self._inside = True
@@ -168,11 +161,11 @@ class OutputRecorder:
         if name.endswith(".fan"):
             if isinstance(module, ActivatedColumnParallelLinear):
                 _, output = output
-            for part, tensor in zip((name, name.replace(".fan", ".v_fan")), output, strict=False):
-                self._keep(part, self._forward_of[number], tensor)
+            names = name, name.replace(".fan", ".v_fan")
         else:
-            tensor = output[0] if isinstance(output, tuple) else output
-            self._keep(name, self._forward_of[number], tensor)
+            names, output = (name, name), [output[0] if isinstance(output, tuple) else output]
+        for part, tensor in zip(names, output, strict=False):
+            self._keep(part, self._forward_of[number], tensor)
 
     def _keep(self, name: str, micro_batch: int, output_sbw: Tensor) -> None:
         size = self._micro_batch_size

@@ -1,12 +1,9 @@
 """`megatron-fanformer parity`: trains a configuration's small form in one process and in each layout, and compares."""
 
 import dataclasses
-import platform
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
 
 import msgspec
 import psutil
@@ -73,7 +70,6 @@ class LayoutResult:
 class Calibration:
     """A single process's run of the small form, and the differences that rounding alone causes."""
 
-    run: RunConfig
     small: SmallRun
     trial: TrialConfig
     baseline: Baseline
@@ -103,42 +99,17 @@ def parity(config: ParityConfig, run: RunConfig, named: dict[str, Layout]) -> No
         InputError: this machine lacks the ranks or the kernels of a layout.
         DivergenceError: a layout does not compute the same model.
     """
-    with phases("starting ranks") as report:
-        result = run_layouts(config, run, named, report=lambda name: report(f"training: {name}"))
+    with phases("starting ranks") as report, _started_pool(config, run, named) as pool:
+        report("training in one process")
+        calibration = calibrate(config, run, list(named.values()), pool)
+        result = compare_layouts(calibration, named, pool, lambda name: report(f"training: {name}"))
     show(report_lines(result))
     if config.report is not None:
         write_atomically(config.report, as_json(result, str(config.file)))
     result.check()
 
 
-def run_layouts(
-    config: ParityConfig,
-    run: RunConfig,
-    named: dict[str, Layout],
-    *,
-    pool: RankPool | None = None,
-    report: Callable[[str], None] = lambda _: None,
-) -> ParityResult:
-    """Compare the layouts that `read_layouts` gave.
-
-    Args:
-        pool: ranks to run on, as many as the layouts ask for; None: they are started and ended here.
-        report: called with the name of the next run.
-
-    Raises:
-        InputError: this machine lacks the ranks or the kernels of a layout.
-    """
-    with _started_pool(config, run, named) if pool is None else nullcontext(pool) as ranks:
-        calibration = calibrate(config, run, list(named.values()), ranks, report)
-        return compare_layouts(calibration, named, ranks, report)
-
-
 def _started_pool(config: ParityConfig, run: RunConfig, named: dict[str, Layout]) -> RankPool:
-    """Return the ranks that the layouts ask for.
-
-    Raises:
-        InputError: this machine lacks their ranks or kernels.
-    """
     device = devices.resolve_device(run.runtime.device)
     backend = run.runtime.backend(device)
     problems = [
@@ -170,33 +141,22 @@ def _started_pool(config: ParityConfig, run: RunConfig, named: dict[str, Layout]
     return RankPool(device, JOB_SECONDS, backend=backend)
 
 
-def calibrate(
-    config: ParityConfig,
-    run: RunConfig,
-    layouts: list[Layout],
-    pool: RankPool,
-    report: Callable[[str], None] = lambda _: None,
-) -> Calibration:
+def calibrate(config: ParityConfig, run: RunConfig, layouts: list[Layout], pool: RankPool) -> Calibration:
     """Train the small form that suits all these layouts in one process: as it is, and so that it shows rounding."""
-    single = single_process(config.transformer_impl)
+    single = single_process(config.transformer_impl).parallel
     small = shrink(run.model, run.training.micro_batch_size, [layout.parallel for layout in layouts])
     trial = trial_of(config, run, small, pool.device)
-    report(SINGLE)
-    baseline = baseline_of(
-        pool.run(1, run_trial, trial, single.parallel)[0], torch.finfo(torch_dtype(config.dtype)).eps
-    )
-    noise = []
-    for number in range(1, REORDERED_RUNS + 1):
-        report(f"{SINGLE}, reordered ({number} of {REORDERED_RUNS})")
-        noise.append(differences(baseline, pool.run(1, run_trial, trial, single.parallel, number)))
+    baseline = baseline_of(pool.run(1, run_trial, trial, single)[0], torch.finfo(torch_dtype(config.dtype)).eps)
+    noise = [
+        differences(baseline, pool.run(1, run_trial, trial, single, number)) for number in range(1, REORDERED_RUNS + 1)
+    ]
     if config.dtype != "fp32":
         # Ranks round their partial sums to that type before they are added, which no reordering of one process does:
         # a run without that rounding shows its size.
-        report(f"{SINGLE}, in fp32")
         exact = dataclasses.replace(trial, dtype="fp32")
-        noise.append(differences(baseline, pool.run(1, run_trial, exact, single.parallel)))
+        noise.append(differences(baseline, pool.run(1, run_trial, exact, single)))
     bounds = bounds_from(noise, baseline.last_places)
-    return Calibration(run=run, small=small, trial=trial, baseline=baseline, noise=noise, bounds=bounds)
+    return Calibration(small=small, trial=trial, baseline=baseline, noise=noise, bounds=bounds)
 
 
 def trial_of(config: ParityConfig, run: RunConfig, small: SmallRun, device: devices.DeviceKind) -> TrialConfig:
@@ -263,8 +223,7 @@ def report_lines(result: ParityResult) -> Iterator[str]:
         f"{trial.device}."
     )
     noise = map(max, zip(*(_largest(differences) for differences in calibration.noise), strict=True))
-    first = f"{SINGLE}, {'reordered' if trial.dtype == 'fp32' else 'reordered or in fp32'}"
-    rows = [(first, "1", *(f"{value:.1e}" for value in noise), "", "")]
+    rows = [(f"{SINGLE}, reordered", "1", *(f"{value:.1e}" for value in noise), "", "")]
     for layout in result.layouts:
         cells, closest = [""] * len(COLUMNS), ""
         if layout.differences is not None:
@@ -274,10 +233,8 @@ def report_lines(result: ParityResult) -> Iterator[str]:
     columns = ("layout", "ranks", *COLUMNS, "largest, of its bound", "verdict")
     yield from table(columns, rows, align="l" + "r" * (1 + len(COLUMNS)) + "ll")
     yield (
-        "Relative differences from one process; the largest, over all steps and tensors. Outputs and gradients are of "
-        "the first step, and losses and weights of all; a weight's difference is relative to how far it moved. "
-        f"A bound is {FACTOR:g} times what {REORDERED_RUNS} single-process runs with every sum reordered"
-        f"{'' if trial.dtype == 'fp32' else ', and one in fp32,'} showed."
+        "Largest relative differences from one process: outputs and gradients of the first step, losses and weights of "
+        f"all; a weight's relative to how far it moved. A bound is {FACTOR:g} times what the first row's runs showed."
     )
 
 
@@ -299,49 +256,18 @@ def _closest(differences: Differences, bounds: Bounds) -> str:
 
 def as_json(result: ParityResult, config_file: str) -> bytes:
     """Return the whole result as a file of JSON, which has no number that is not finite: it is null."""
-    return msgspec.json.format(msgspec.json.encode(as_values(result, config_file)), indent=1) + b"\n"
-
-
-def as_values(result: ParityResult, config_file: str) -> dict[str, Any]:
-    """Return the whole result as plain values."""
-    small, trial, bounds = result.calibration.small, result.calibration.trial, result.calibration.bounds
-    return {
+    calibration = result.calibration
+    values = {
         "megatron_fanformer": __version__,
         "megatron_core": version("megatron-core"),
         "torch": str(torch.__version__),  # a class of its own
-        "python": platform.python_version(),
         "config": config_file,
-        "device": trial.device,
-        "dtype": trial.dtype,
-        "steps": trial.steps,
-        "model": dataclasses.asdict(small.model),
-        "changes": list(small.changes),
-        "global_batch_size": small.global_batch_size,
-        "micro_batch_size": small.micro_batch_size,
+        "small": calibration.small,
+        **{name: getattr(calibration.trial, name) for name in ("device", "dtype", "steps")},
         "bound_factor": FACTOR,
-        "noise_runs": [_differences(noise) for noise in result.calibration.noise],
-        "bounds": {"losses": bounds.losses, **bounds.tensors},
-        "layouts": [_layout(layout) for layout in result.layouts],
+        "noise": calibration.noise,
+        "bounds": calibration.bounds,
+        "layouts": [{**vars(layout), "verdict": layout.verdict} for layout in result.layouts],
         "same": all(layout.is_same for layout in result.layouts),
     }
-
-
-def _differences(differences: Differences) -> dict[str, Any]:
-    return {"losses": differences.losses, **differences.tensors}
-
-
-def _layout(layout: LayoutResult) -> dict[str, Any]:
-    values: dict[str, Any] = {"layout": layout.name, "ranks": layout.ranks, "verdict": layout.verdict}
-    values["same"] = layout.is_same
-    if layout.failure:
-        values["failure"] = layout.failure
-    if layout.findings:
-        first = layout.findings[0]
-        values["first_differing"] = dataclasses.asdict(first)
-        gradients = [finding.name for finding in layout.findings if finding.kind == "gradient"]
-        # Backward runs the other way: the last of them in forward order is where gradients began to go wrong.
-        values["gradients_wrong_from"] = gradients[-1] if gradients else None
-    if layout.differences is not None:
-        largest = dict(zip(COLUMNS, _largest(layout.differences), strict=True))
-        values |= {"largest": largest, "differences": _differences(layout.differences)}
-    return values
+    return msgspec.json.format(msgspec.json.encode(values), indent=1) + b"\n"

@@ -78,12 +78,13 @@ def _groups(groups: int, layouts: list[ParallelConfig]) -> int:
 
 def _layers(num_layers: int, layouts: list[ParallelConfig]) -> int:
     unit = 1
+    names = (
+        "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
+        "pipeline_model_parallel_layout",
+    )
     for layout in layouts:
-        if (
-            layout.num_layers_in_first_pipeline_stage is not None
-            or layout.num_layers_in_last_pipeline_stage is not None
-            or layout.pipeline_model_parallel_layout is not None
-        ):
+        if any(getattr(layout, name) is not None for name in names):
             return num_layers  # they name layers of the whole model
         recomputed = layout.recompute_num_layers if layout.recompute_method == "uniform" else None
         unit = math.lcm(unit, layout.pipeline_model_parallel_size * layout.virtual_stages * (recomputed or 1))

@@ -60,7 +60,6 @@ class Trace:
     """Everything that one rank recorded."""
 
     losses: list[float]
-    """Losses, one per step."""
     outputs: list[TensorPart]
     """Outputs of modules in the first step, in forward order."""
     gradients: list[TensorPart]
@@ -76,15 +75,11 @@ class Preparation(NamedTuple):
 
     grid: RankGrid
     stages: list[Any]
-    """The chunks of this rank's pipeline stage."""
-    wrapped: list[Any]
-    """The same chunks in megatron-core's data parallelism."""
+    wrapped: list[Any]  # the same chunks in megatron-core's data parallelism
     optimizer: Any
     batches: Any
-    """Micro batches of this replica, without end."""
     num_micro_batches: int
     initial: list[TensorPart]
-    """The weights at the start."""
 
 
 @contextmanager

@@ -82,20 +82,12 @@ def read_layouts(config: ParityConfig) -> "tuple[RunConfig, dict[str, Layout]]":
 
 
 def _layout_problems(run: "RunConfig", layout: "Layout") -> list[str]:
-    from megatron_fanformer.model.layout_rules import (
-        batch_problems,
-        document_problems,
-        layout_problems,
-        z_loss_problems,
-    )
+    from megatron_fanformer.model.layout_rules import batch_problems
 
     batch, micro = run.training.global_batch_size, run.training.micro_batch_size
-    # the rules of a model and a batch take a layout that is valid by itself
+    # The rules of a model and a batch take a layout that is valid by itself.
     return layout.problems() or [
-        *layout_problems(run.model, layout.parallel),
-        *run.optimizer.joint_problems(layout.parallel),
-        *z_loss_problems(run.training.z_loss_coefficient, layout.kernels),
-        *(document_problems(layout.parallel, layout.kernels) if run.data.reset_attention_mask else ()),
+        *dataclasses.replace(run, parallel=layout.parallel, kernels=layout.kernels).problems_of_layout(),
         *batch_problems(layout.parallel, layout.parallel.data_parallel_size or 1, batch, micro),
     ]
 

@@ -8,7 +8,7 @@ f inner size of the MLP, k rows of the FAN map, q and v the widths of queries an
 tensor parallel rank where so named; V columns of logits of one tensor parallel rank.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from megatron_fanformer.plan.job import Job
@@ -21,10 +21,8 @@ ID_BYTES = 8
 class Rise(NamedTuple):
     """Memory of an operation, or of a run of them."""
 
-    saved: int
-    """Bytes kept from forward to backward."""
-    backward: int
-    """Bytes beyond those at the peak of its backward: incoming and outgoing gradients, the weight's, temporaries."""
+    saved: int  # from forward to backward
+    backward: int  # beyond that at the peak of its backward: gradients of inputs, outputs and weight, temporaries
 
 
 class LayerShapes:
@@ -48,14 +46,10 @@ class LayerShapes:
         # Other layers give autograd a stand-in of the gradient's size; the Engine has one for all of a size.
         self.is_fused = self.is_engine and job.kernels.fuses_gradient_accumulation
         self.is_fp8 = self.is_engine and job.precision.fp8 is not None
-        self.stream = self.part(self.hidden)
-        """The residual stream, or its gradient: [n / T, h]."""
-        self.gathered = self.whole(self.hidden) if self.is_sharded else 0
-        """The stream of all ranks, where an operation makes it."""
+        self.stream = self.part(self.hidden)  # the residual stream, or its gradient
+        self.gathered = self.whole(self.hidden) if self.is_sharded else 0  # that of all ranks, where it is made
         self.vocabulary_weight = self.columns * self.hidden * self.element
-        """The embedding or the head, [V, h], in the type of weights."""
-        self.statistics = self.part_tokens * FLOAT
-        """A norm's statistics, one number a token."""
+        self.statistics = self.part_tokens * FLOAT  # of a norm
 
     def whole(self, width: int) -> int:
         """Return the bytes of [n, width] in the type of activations."""
@@ -66,10 +60,13 @@ class LayerShapes:
         return self.part_tokens * width * self.element
 
     def of_fan(self, width: int) -> int:
-        """Return the bytes of FAN's outputs: of all tokens in the `column` form, of this rank's in the `sequence`
-        form.
-        """
+        """Return the bytes of FAN's outputs: of all tokens in the `column` form, else of this rank's."""
         return self.whole(width) if self.is_column else self.part(width)
+
+    def linear_of_fan(self, width: int) -> int:
+        """Return the width of g, which is kept in front of a GELU, in so many outputs."""
+        fan = self.job.model.fan
+        return width - 2 * int(fan.p_ratio * width) if fan.activation == "gelu" else 0
 
     def weight_gradient(self, rows: int, columns: int) -> int:
         """Return the bytes of a weight's gradient before it joins the float32 one; none where the product adds it."""
@@ -86,9 +83,7 @@ class LayerShapes:
         return self.quantised(tokens, width) if is_fp8 else tokens * width * self.element
 
     def delayed_copy(self, tokens: int, width: int) -> int:
-        """Return the bytes of the 8-bit copy of an input that is kept anyway: one whose scale comes from the past
-        cannot be made again.
-        """
+        """Return the bytes of the 8-bit copy of an input that is kept anyway, where its scale is of past steps."""
         has_copy = self.is_fp8 and self.job.precision.fp8_recipe == "delayed"
         return self.quantised(tokens, width) if has_copy else 0
 
@@ -111,22 +106,15 @@ def _before_attention(shapes: LayerShapes) -> int:
     kept = shapes.stream
     if job.fuses_input_norm or not job.parallel.recomputes("layernorm"):
         kept += shapes.statistics + shapes.kept_input(shapes.part_tokens, shapes.hidden, is_fp8=is_fp8)
-    if model.has_fan:
-        kept += _kept_by_fan(shapes)
-        if shapes.is_engine or not shapes.is_column:
-            kept += shapes.delayed_copy(shapes.tokens if shapes.is_column else shapes.part_tokens, shapes.hidden)
+    if model.has_fan and job.parallel.recomputes("fan"):  # from p | g of this rank's rows
+        kept += shapes.of_fan(shapes.fan_rows)
+    elif model.has_fan:
+        for width, p_ratio in model.fan.outputs(model.hidden_size, model.value_size):
+            linear = width - 2 * int(p_ratio * width) if model.fan.activation == "gelu" else 0
+            kept += shapes.of_fan(width + linear)
+    if model.has_fan and (shapes.is_engine or not shapes.is_column):
+        kept += shapes.delayed_copy(shapes.tokens if shapes.is_column else shapes.part_tokens, shapes.hidden)
     return kept + (_head_norms(shapes) if model.qk_layernorm else 0)
-
-
-def _kept_by_fan(shapes: LayerShapes) -> int:
-    """Return the bytes of FAN's outputs, and of g in front of a GELU; recomputed, of p | g of this rank's rows."""
-    model = shapes.job.model
-    if shapes.job.parallel.recomputes("fan"):
-        return shapes.of_fan(shapes.fan_rows)
-    outputs = model.fan.outputs(model.hidden_size, model.value_size)
-    linear = sum(width - 2 * int(p_ratio * width) for width, p_ratio in outputs)
-    kept_g = shapes.of_fan(linear) if model.fan.activation == "gelu" else 0
-    return sum(shapes.of_fan(width) for width, _ in outputs) + kept_g
 
 
 def _head_norms(shapes: LayerShapes) -> int:
@@ -250,18 +238,14 @@ def _fan_mlp(shapes: LayerShapes) -> Iterator[Rise]:
 
     Each layer keeps its features alone, which the second map reads, and g in front of a GELU.
     """
-    stream, inner, fan = shapes.stream, shapes.inner, shapes.job.model.fan
+    stream, inner, hidden = shapes.stream, shapes.inner, shapes.hidden
     (rows, _), (rows_2, _) = shapes.job.model.ffn_maps
-
-    def kept_g(size: Callable[[int], int], width: int) -> int:
-        return size(width - 2 * int(fan.p_ratio * width)) if fan.activation == "gelu" else 0
-
     rows //= shapes.tensor
     yield _first_map(shapes, rows)
-    yield Rise(shapes.whole(inner) + kept_g(shapes.whole, inner), stream + shapes.whole(inner + rows))
+    yield Rise(shapes.whole(inner + shapes.linear_of_fan(inner)), stream + shapes.whole(inner + rows))
     gradients = shapes.part(rows_2) + (shapes.whole(rows_2) if shapes.is_sharded else 0)
     yield Rise(0, stream + gradients + shapes.whole(inner) + shapes.weight_gradient(rows_2, inner))
-    yield Rise(stream + kept_g(shapes.part, shapes.hidden), stream + shapes.part(rows_2))
+    yield Rise(stream + shapes.part(shapes.linear_of_fan(hidden)), stream + shapes.part(rows_2))
 
 
 def _first_map(shapes: LayerShapes, rows: int) -> Rise:

@@ -40,8 +40,6 @@ MAIN_WEIGHT_BYTES = 4
 FP8_COPIES = 2  # of a weight: as it is, and transposed, which Hopper's products need
 SAMPLE_BYTES = 3 * ID_BYTES + FLOAT  # a token's id, label and position, and its weight in the loss
 
-BLOCK_OF_TEE = 57
-"""Number of micro batches that `itertools.tee`, which hands them to the chunks of a stage, frees at a time."""
 PREFETCHED = 3
 """Inputs and gradients that the interleaved schedule holds beside those of chunks in flight, while forward and backward
 take turns: one to five were seen."""
@@ -74,10 +72,8 @@ class MemorySnapshot(NamedTuple):
     """Memory at one moment of the step, beside the tensors that stay from step to step."""
 
     name: str
-    activations: int
-    """Activations of all micro batches in flight."""
-    working: int
-    """Additional memory of the computation at that moment."""
+    activations: int  # of all micro batches in flight
+    working: int  # beside them
 
 
 def rank_memory(job: Job, stage: int) -> RankMemory:
@@ -114,13 +110,9 @@ def reserve_bytes(job: Job, tensor_bytes: int) -> int:
 
 
 class _ChunkWeights(NamedTuple):
-    """The weights of a chunk on a rank."""
-
     weights: list[Weight]
-    buffered: int
-    """Elements of the gradient buffer, padding included."""
-    updated: list[int]
-    """Elements of each weight that the rank updates, last weight first, as in the buffer."""
+    buffered: int  # elements of the gradient buffer, padding included
+    updated: list[int]  # elements of each weight that the rank updates, last weight first, as in the buffer
 
 
 def _chunk_weights(job: Job, stage: int, chunk: Chunk) -> _ChunkWeights:
@@ -150,33 +142,20 @@ def _buffers(shapes: LayerShapes, stage: int, held: list[Chunk]) -> dict[str, in
     """Return the buffers of layers and schedule, beside weights and activations."""
     job, lines = shapes.job, dict[str, int]()
     if shapes.is_engine:
-        lines["FP8 copies of weights"] = sum(_fp8_copies(job, chunk) for chunk in held)
+        if job.precision.fp8:  # of every linear map, made once a step
+            lines["FP8 copies of weights"] = FP8_COPIES * sum(
+                weight.elements * sum(chunk.layers for chunk in held)
+                for weight in layer_weights(job.model, job.parallel)
+                if "linear_" in weight.name or (job.precision.fp8_fan and weight.name.endswith("fan.linear.weight"))
+            )
         lines["Transformer Engine's dummy weight gradients"] = _dummy_gradients(shapes, held)
     elif shapes.is_sharded:
         lines["buffer of the sequence's gather"] = shapes.gathered
     if job.parallel.virtual_stages > 1 and _passes_ahead(job, stage) < len(held) * job.num_micro_batches - 1:
         lines["pipeline receive buffers"] = PREFETCHED * shapes.stream
-    loaded = min(job.num_micro_batches, BLOCK_OF_TEE) if job.on_cpu else 1  # in the device's memory
-    samples = loaded * job.micro_batch_size * job.model.seq_length * SAMPLE_BYTES
+    samples = job.micro_batch_size * job.model.seq_length * SAMPLE_BYTES
     lines["samples and rotary angles"] = samples + len(held) * job.model.seq_length * job.model.kv_channels * FLOAT
     return lines
-
-
-def _fp8_copies(job: Job, chunk: Chunk) -> int:
-    """Return the bytes of a chunk's linear maps in 8-bit, made once a step."""
-    precision = job.precision
-    if precision.fp8 is None:
-        return 0
-    layers = chunk.layers
-    if precision.first_last_layers_bf16:
-        layers -= chunk.has_embedding * precision.num_layers_at_start_in_bf16
-        layers -= chunk.has_head * precision.num_layers_at_end_in_bf16
-    elements = sum(
-        weight.elements
-        for weight in layer_weights(job.model, job.parallel)
-        if "linear_" in weight.name or (precision.fp8_fan and weight.name.endswith("fan.linear.weight"))
-    )
-    return FP8_COPIES * elements * max(0, layers)
 
 
 def _dummy_gradients(shapes: LayerShapes, held: list[Chunk]) -> int:

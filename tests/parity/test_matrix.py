@@ -21,57 +21,42 @@ FIRST_LOSS = 1e-6
 GRADIENTS = 1e-5  # norm of the difference over the norm
 LOSSES = 1e-5
 
+
+def words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
 TWO = ("tp=2", "dp=2,distributed_optimizer=true")
 PAIRS = ("tp=2,sp=true,fan=sequence", "pp=2", "pp=2,vpp=2", "cp=2", "dp=2")
 # Combinations that neither the planted faults' layouts nor the golden losses have; four ranks each.
 COMBINED = ("tp=2,cp=2", "tp=2,pp=2,sp=true", "pp=2,dp=2,recompute=selective")
-LAYOUTS = (
-    "tp=2",
-    "tp=4",
-    "tp=2,sp=true",
-    "tp=2,sp=true,fan=sequence",
-    "pp=2",
-    "pp=4",
-    "pp=2,vpp=2",
-    "cp=2",
-    "tp=2,cp=2",
-    "dp=2",
-    "dp=2,distributed_optimizer=true",
-    "dp=2,distributed_optimizer=true,overlap=true",
-    "tp=2,pp=2",
-    "tp=2,pp=2,sp=true",
-    "pp=2,dp=2,recompute=full",
-    "pp=2,dp=2,recompute=selective",
-)
+LAYOUTS = words("""
+    tp=2 tp=4 tp=2,sp=true tp=2,sp=true,fan=sequence pp=2 pp=4 pp=2,vpp=2 cp=2 tp=2,cp=2 dp=2
+    dp=2,distributed_optimizer=true dp=2,distributed_optimizer=true,overlap=true tp=2,pp=2 tp=2,pp=2,sp=true
+    pp=2,dp=2,recompute=full pp=2,dp=2,recompute=selective
+""")
 FAN_RECOMPUTED = (
     "tp=2,sp=true,recompute=selective,recompute_modules=[fan]",
     "tp=2,sp=true,fan=sequence,recompute=selective,recompute_modules=[core_attn,layernorm,mlp,fan]",
 )
-MORE_FAN_RECOMPUTED = (
-    "recompute=selective,recompute_modules=[fan]",
-    "tp=2,cp=2,sp=true,recompute=selective,recompute_modules=[fan]",
-    "tp=2,pp=2,vpp=2,recompute=selective,recompute_modules=[fan]",
-    "tp=2,dp=2,distributed_optimizer=true,overlap=true,recompute=selective,recompute_modules=[layernorm,fan]",
-)
-MORE_LAYOUTS = (
-    "pp=2,num_layers_in_first_pipeline_stage=6",
-    "tp=2,sp=true,cp=2,fan=sequence",
-    "tp=2,pp=2,vpp=2,sp=true,fan=sequence",
-    "pp=2,vpp=2,dp=2,distributed_optimizer=true,overlap=true",
-    "cp=2,dp=2,distributed_optimizer=true",
-    "tp=2,cp=2,pp=2,sp=true,recompute=full",
-    "tp=2,dp=2,distributed_optimizer=true,overlap=true,recompute=selective",
-)
+MORE_FAN_RECOMPUTED = words("""
+    recompute=selective,recompute_modules=[fan] tp=2,cp=2,sp=true,recompute=selective,recompute_modules=[fan]
+    tp=2,pp=2,vpp=2,recompute=selective,recompute_modules=[fan]
+    tp=2,dp=2,distributed_optimizer=true,overlap=true,recompute=selective,recompute_modules=[layernorm,fan]
+""")
+MORE_LAYOUTS = words("""
+    pp=2,num_layers_in_first_pipeline_stage=6 tp=2,sp=true,cp=2,fan=sequence tp=2,pp=2,vpp=2,sp=true,fan=sequence
+    pp=2,vpp=2,dp=2,distributed_optimizer=true,overlap=true cp=2,dp=2,distributed_optimizer=true
+    tp=2,cp=2,pp=2,sp=true,recompute=full tp=2,dp=2,distributed_optimizer=true,overlap=true,recompute=selective
+""")
 SCALED_POSITIONS = ("tp=2", "tp=2,sp=true,fan=sequence", "pp=2", "pp=2,vpp=2,recompute=full", "cp=2", "tp=2,cp=2")
-WITHIN_DOCUMENTS = (
-    "tp=2",
-    "tp=2,sp=true,fan=sequence",
-    "pp=2",
-    "pp=2,vpp=2,recompute=full",
-    "dp=2",
-    "cp=4,cp_comm_type=a2a",
-    "tp=2,sp=true,cp=2,cp_comm_type=a2a,recompute=selective",
-    "cp=2,pp=2,vpp=2,cp_comm_type=a2a",
+WITHIN_DOCUMENTS = words("""
+    tp=2 tp=2,sp=true,fan=sequence pp=2 pp=2,vpp=2,recompute=full dp=2 cp=4,cp_comm_type=a2a
+    tp=2,sp=true,cp=2,cp_comm_type=a2a,recompute=selective cp=2,pp=2,vpp=2,cp_comm_type=a2a
+""")
+OWNERS_OVER_BOTH = (
+    "tp=2,dp=2,distributed_optimizer=true",
+    "tp=2,sp=true,dp=2,fan=sequence,distributed_optimizer=true",
 )
 BY_HEADS = ("cp=2,cp_comm_type=a2a", "cp=2,cp_comm_type=a2a,recompute=full", "tp=2,cp=2,cp_comm_type=a2a")
 YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 8, "beta_fast": 2.0}
@@ -84,10 +69,17 @@ PLACEMENTS: dict[str, dict[str, object]] = {
 
 
 MODEL = {"preset": "fanformer-1b"}
-MUON = {"name": "muon", "lr": 1e-3, "clip_grad": 0.1}
-APART: dict[str, dict[str, object]] = {
-    "documents": {"train_data": ["none"], "reset_attention_mask": True},
-    "chats": {"train_data": ["none"], "format": "sft"},
+TRAINING = {"run_dir": "none", "train_iters": 10, "global_batch_size": 32}
+# The norms' gradients are sums over the heads of all ranks.
+MUON = {
+    "model": {**MODEL, "qk_layernorm": True, "num_query_groups": 8},
+    "training": {**TRAINING, "z_loss_coefficient": 1e-2},
+    "optimizer": {"name": "muon", "lr": 1e-3, "clip_grad": 0.1},
+}
+# Two samples a micro batch: they are one row then, of which a rank's part ends within a sample.
+APART: dict[str, dict[str, Any]] = {
+    name: {"data": {"train_data": ["none"], **data}, "training": {**TRAINING, "micro_batch_size": 2}}
+    for name, data in {"documents": {"reset_attention_mask": True}, "chats": {"format": "sft"}}.items()
 }
 
 
@@ -96,9 +88,7 @@ def in_bf16(name: str) -> dict[str, object]:
 
 
 def within_documents(folder: Path, data: str = "documents") -> Path:
-    """Two samples a micro batch: they are one row then, of which a rank's part ends within a sample."""
-    training = {"run_dir": str(folder), "train_iters": 10, "global_batch_size": 32, "micro_batch_size": 2}
-    return write_config(folder, data=APART[data], training=training)
+    return write_config(folder, **APART[data])
 
 
 def full(*values: object, name: str) -> Any:
@@ -136,34 +126,17 @@ def long_pool() -> Iterator[RankPool]:
         full({"model": {**MODEL, "rope_scaling": YARN}}, SCALED_POSITIONS, 2, name="scaled positions"),
         full({"optimizer": in_bf16("adamw")}, (*PAIRS, *COMBINED), 4, name="moments in bf16 in more layouts"),
         full({"optimizer": in_bf16("muon")}, (*TWO, "pp=2,dp=2"), 4, name="Muon's in bf16"),
+        pytest.param(MUON, TWO, 2, id="Muon, norms of heads, z-loss"),
+        full(MUON, (*PAIRS, *COMBINED, *OWNERS_OVER_BOTH), 2, name="Muon in more layouts"),
+        full({}, BY_HEADS, 2, name="heads for parts of the sequence"),  # within documents each run has one
+        *(full(sections, WITHIN_DOCUMENTS, 2, name=f"apart: {name}") for name, sections in APART.items()),
+        *(full({}, LAYOUTS[at : at + 4], 100, name=f"a hundred steps, from {at}") for at in range(0, len(LAYOUTS), 4)),
     ],
 )
 def test_layouts_of_a_configuration(
     long_pool: RankPool, tmp_path: Path, sections: dict[str, Any], layouts: tuple[str, ...], steps: int
 ) -> None:
     assert_close(compare(long_pool, write_config(tmp_path, **sections), *layouts, steps=steps))
-
-
-@pytest.mark.parametrize(
-    "layouts",
-    [
-        TWO,
-        full((*PAIRS, *COMBINED), name="more"),
-        full(
-            ("tp=2,dp=2,distributed_optimizer=true", "tp=2,sp=true,dp=2,fan=sequence,distributed_optimizer=true"),
-            name="owners over both",
-        ),
-    ],
-    ids=" ".join,
-)
-def test_muon_norms_of_heads_and_z_loss_for_two_steps(
-    long_pool: RankPool, tmp_path: Path, layouts: tuple[str, ...]
-) -> None:
-    """The norms' gradients are sums over the heads of all ranks."""
-    model = {**MODEL, "qk_layernorm": True, "num_query_groups": 8}
-    training = {"run_dir": str(tmp_path), "train_iters": 10, "global_batch_size": 32, "z_loss_coefficient": 1e-2}
-    file = write_config(tmp_path, model=model, training=training, optimizer=MUON)
-    assert_close(compare(long_pool, file, *layouts, steps=2))
 
 
 @pytest.mark.full
@@ -176,24 +149,6 @@ def test_every_layout(
     # FAN layers in place of the MLP have no `sequence` form.
     legal = [layout for layout in layouts if placement != "ffn" or "fan=sequence" not in layout]
     assert_close(compare(long_pool, file, *legal, steps=steps))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("layouts", [LAYOUTS[first : first + 4] for first in range(0, len(LAYOUTS), 4)], ids=" ".join)
-def test_every_layout_for_a_hundred_steps(long_pool: RankPool, tmp_path: Path, layouts: tuple[str, ...]) -> None:
-    """For the paper's placement; the others' layers differ in what two steps show already."""
-    assert_close(compare(long_pool, write_config(tmp_path), *layouts, steps=100))
-
-
-@pytest.mark.full  # within documents each run has one
-def test_heads_for_parts_of_the_sequence(long_pool: RankPool, tmp_path: Path) -> None:
-    assert_close(compare(long_pool, write_config(tmp_path), *BY_HEADS, steps=2))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("data", APART)
-def test_attention_within_documents_for_two_steps(long_pool: RankPool, tmp_path: Path, data: str) -> None:
-    assert_close(compare(long_pool, within_documents(tmp_path, data), *WITHIN_DOCUMENTS, steps=2))
 
 
 def test_of_chats_answers_are_learned_and_micro_batches_have_unequal_numbers_of_tokens(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from megatron_fanformer.model.config import PRESETS, FANConfig, FANformerConfig,
 from megatron_fanformer.plan.gradient_buffers import chunks, weights
 from megatron_fanformer.plan.job import Job
 from megatron_fanformer.plan.layer_memory import LayerShapes, core_attention
-from megatron_fanformer.plan.memory import BLOCK_OF_TEE, SAMPLE_BYTES, rank_memory
+from megatron_fanformer.plan.memory import rank_memory
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.train.config import RunConfig
@@ -230,17 +230,6 @@ def test_published_runs_of_the_engine(run: Published) -> None:
     assert most / 2**30 == pytest.approx(run.gibibytes, rel=PUBLISHED_TOLERANCE)
 
 
-def test_a_cpu_holds_the_samples_of_several_micro_batches() -> None:
-    """As many as the loss report takes at once; a GPU one at a time."""
-    job = job_of(FAR_FROM_PADDED, layout())
-    samples = job.micro_batch_size * FAR_FROM_PADDED.seq_length * SAMPLE_BYTES
-    held = [
-        rank_memory(dataclasses.replace(job, num_micro_batches=count), 0).lines["samples and rotary angles"]
-        for count in (1, 2, BLOCK_OF_TEE, 2 * BLOCK_OF_TEE)
-    ]
-    assert [each - held[0] for each in held] == [0, samples, *[(BLOCK_OF_TEE - 1) * samples] * 2]
-
-
 def test_fp8_keeps_copies_of_weights_and_smaller_activations() -> None:
     """Two 8-bit copies of every map but FAN's; half of what the MLP's maps keep of their inputs."""
     bf16 = engine_job_of(FAR_FROM_PADDED, layout())
@@ -259,23 +248,6 @@ def test_a_gelu_keeps_what_it_reads() -> None:
     )
     layers, tokens = FAR_FROM_PADDED.num_layers, 2 * FAR_FROM_PADDED.seq_length
     assert gelu["activations"] - plain["activations"] == layers * tokens * FAR_FROM_PADDED.hidden_size // 2 * 2
-
-
-@pytest.mark.parametrize(
-    ("stages", "stage", "start", "end", "copied"),
-    [(1, 0, 1, 2, 1), (1, 0, 3, 3, 0), (2, 0, 1, 2, 1), (2, 1, 1, 2, 0), (2, 0, 0, 1, 2)],
-)
-def test_layers_that_stay_in_bf16_have_no_copies(stages: int, stage: int, start: int, end: int, copied: int) -> None:
-    """Of the first stage those at the start, of the last those at the end."""
-    model = dataclasses.replace(FAR_FROM_PADDED, num_layers=4)
-    job = engine_job_of(model, layout(f"pp={stages}"))
-    kept = {"num_layers_at_start_in_bf16": start, "num_layers_at_end_in_bf16": end}
-
-    def copies(**precision: Any) -> int:
-        settings = PrecisionConfig(dtype="bf16", fp8="hybrid", **precision)
-        return rank_memory(dataclasses.replace(job, precision=settings), stage).lines.get("FP8 copies of weights", 0)
-
-    assert copies(first_last_layers_bf16=True, **kept) * 4 == copies() * stages * copied
 
 
 def test_the_engines_context_parallelism_has_buffers() -> None:
