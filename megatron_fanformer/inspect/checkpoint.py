@@ -61,7 +61,7 @@ PICKLE_SUFFIXES = (".pt", ".bin")
 """Weight files that are torch archives, whose records have a CRC-32; safetensors have none."""
 FEWEST_AVERAGED = 10  # steps, where there are so many; else a twentieth of them
 PHASE_PANELS = {
-    "health/phase_p99": "99th percentile of |phase|",
+    "health/phase_rms": "root mean square of the phase",
     "health/phase_max": "largest |phase|",
     "health/dead_units": "share of periodic units that are dead",
     "health/coarse_units": "share with phases that bf16 does not resolve",

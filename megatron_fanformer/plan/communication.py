@@ -18,7 +18,7 @@ from megatron_fanformer.plan.matrix_updates import MatrixUpdates, Term
 LOGIT_STATISTIC_BYTES = 4  # the cross entropy is computed in float32
 NORM_BYTES = 4  # one float32
 JUDGED_NORM_BYTES = 8  # one float64
-REPORT_BYTES = 7 * 8  # sums of losses, tokens and z-losses, and of ranks with each of four interrupts, in float64
+REPORT_BYTES = 6 * 8  # sums of losses, tokens and z-losses, and of ranks with each of three interrupts, in float64
 TOKEN_COUNT_BYTES = 4  # one int32
 # Of samples, in int64: whether they could be read; a token's id, label and position. Its weight in the loss, and its
 # document's number, take half a word each.

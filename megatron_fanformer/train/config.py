@@ -206,17 +206,9 @@ class RunConfig:
         ends = [*(step - 1 for step in list(begins.values())[1:]), self.training.steps]
         return {name: (first, end) for (name, first), end in zip(begins.items(), ends, strict=True)}
 
-    def learning_rate(self, step: int) -> float:
-        """Return the learning rate of a step, from 1."""
-        return self.schedule.rate(step, lr=self.optimizer.lr, train_iters=self.training.steps)
-
     def mix_lines(self) -> list[str]:
-        """Return a line for each mix of a run with several, with its learning rates."""
-        return [
-            f"{name}: steps {first:,} to {last:,}, learning rate {self.learning_rate(first):.3g} to "
-            f"{self.learning_rate(last):.3g}"
-            for name, (first, last) in self.mix_spans().items()
-        ]
+        """Return a line for each mix of a run with several."""
+        return [f"{name}: steps {first:,} to {last:,}" for name, (first, last) in self.mix_spans().items()]
 
     def run_shape(self, ranks: int, *, threads: int | None = None) -> RunShape:
         """Return the facts that decide the environment of a process of this run (`runtime.environment`).

@@ -16,7 +16,7 @@ from megatron_fanformer.durable_files import regular_file
 
 VALIDATION_PREFIX = f"{VALIDATION_LOSS}/"  # begins the name of a validation set's loss
 PERPLEXITY_LOSS_SUFFIX = "/CrossEntropyLoss"  # ends the name of a perplexity set's loss
-SMOOTHED_SHARE = 20  # the loss is smoothed over the window of one of so many parts of the steps
+SMOOTHED_SHARE = 20  # the loss is averaged over one of so many parts of the steps
 TAIL_BYTES = 1 << 20  # of metrics.jsonl: more than one step's metrics of any model
 
 
@@ -67,9 +67,7 @@ eval/downstream/NAME | evaluation |  | a task's own metric, by OLMo's name
 eval/downstream_bpb/NAME | evaluation | bits per byte | bits per byte of a task's right answers, by OLMo's name
 evaluation_seconds | evaluation | s | time of the evaluation after this step
 recovery/NAME | recovery |  | totals, once a run has recovered from something (docs/recovery.md#the-record)
-health/phase_p50 | health | rad | median of |p| over units and tokens
-health/phase_p90 | health | rad | its 90th percentile
-health/phase_p99 | health | rad | its 99th percentile
+health/phase_rms | health | rad | root mean square of p over units and tokens
 health/phase_max | health | rad | the largest |p|
 health/dead_units | health | share | units that are dead: the distance of (cos p, sin p) from its mean over the
     tokens is below 2⁻⁸ (root mean square), which is the spacing of bf16's numbers just below 1
@@ -132,12 +130,14 @@ def last_metrics(run: Path) -> dict[str, Any] | None:
 
 
 def loss_picture(metrics: Sequence[dict[str, Any]], *, title: str, entropy: float | None = None) -> bytes:
-    """Return a PNG of the training and validation losses over the steps; the training loss as it is and smoothed.
+    """Return a PNG of the training and validation losses over the steps; the training loss as it is and averaged.
 
     Args:
         metrics: the objects of metrics.jsonl.
         entropy: of the tokens, in nats; drawn as the line that a model without context cannot pass.
     """
+    import numpy as np
+
     from megatron_fanformer.pictures import drawn
 
     def draw(panels: Any) -> None:
@@ -145,8 +145,9 @@ def loss_picture(metrics: Sequence[dict[str, Any]], *, title: str, entropy: floa
         if points := points_of(metrics, "loss"):
             steps, losses = zip(*points, strict=True)
             axes.plot(steps, losses, linewidth=0.6, alpha=0.4, color="C0", label="training, each step")
-            smooth = smoothed(losses, smoothing_window(len(losses)))
-            axes.plot(steps, smooth, linewidth=2, color="C0", label="training, smoothed")
+            window = 1 + len(losses) // SMOOTHED_SHARE
+            smooth = np.convolve(losses, np.full(window, 1 / window), "valid")
+            axes.plot(steps[window - 1 :], smooth, linewidth=2, color="C0", label="training, mean of the last steps")
         names = sorted({name for entry in metrics for name in entry if name.startswith(VALIDATION_PREFIX)})
         for number, name in enumerate(names, start=1):
             if points := points_of(metrics, name):
@@ -168,33 +169,3 @@ def points_of(metrics: Sequence[dict[str, Any]], name: str) -> list[tuple[int, f
         for entry in metrics
         if type(entry.get(name)) in (int, float) and math.isfinite(entry[name])
     ]
-
-
-def smoothing_window(steps: int) -> int:
-    """Return the number of steps, an odd one, that a loss of so many is smoothed over."""
-    return 2 * (steps // (2 * SMOOTHED_SHARE)) + 1
-
-
-def smoothed(values: Sequence[float], window: int) -> list[float]:
-    """Return each value as the line through those around it has it.
-
-    Away from the ends, with as many before as after, that is their mean. The first and last values are on the lines
-    through the first and last windows, which follow a loss that falls: a mean of the values so far lags behind all.
-
-    Args:
-        window: an odd number of values, at most all.
-    """
-    import numpy as np
-
-    y, place = np.asarray(values, dtype=float), np.arange(len(values))
-    first = np.clip(place - window // 2, 0, len(y) - window)
-    end, middle = first + window, first + window // 2
-
-    def sums(terms: Any) -> Any:
-        so_far = np.concatenate([[0.0], np.cumsum(terms)])
-        return so_far[end] - so_far[first]
-
-    total = sums(y)
-    spread = max(1.0, window * (window**2 - 1) / 12)  # the sum of the squares of -h, …, h
-    slope = (sums(y * place) - middle * total) / spread
-    return list(map(float, total / window + slope * (place - middle)))

@@ -3,9 +3,7 @@
 Read by a hook on the map from the forward pass of a few training steps, of all tokens of the global batch. A unit is a
 periodic row of a layer's map (of both outputs at placement `qk_and_v`), and p its phase before cos and sin.
 
-- **Sizes**: percentiles of |p| over all tokens and units. Phases are counted in bins, `BINS_PER_OCTAVE` of equal width
-  to each power of two, from 2^`LOWEST` to 2^`HIGHEST`; phases outside count in the bin at that end. A percentile is
-  the middle of the bin that has the nearest rank, hence right to 1 / (2 `BINS_PER_OCTAVE`); the largest is exact.
+- **Sizes**: the root mean square of p over all tokens and units, and the largest |p|.
 - **Dead** is a unit whose point (cos p, sin p) stays where it is: the root mean square of its distance from its mean,
   over the tokens, is below `DEAD_SPREAD`.
 - **Coarse** is a unit with a phase of `COARSE_PHASE` or more, which bf16 no longer resolves.
@@ -29,17 +27,11 @@ from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.train.callbacks import Callback, is_due
 
-PERCENTILES = (50, 90, 99)
-LOWEST, HIGHEST = -10, 20
-BINS_PER_OCTAVE = 64
-BINS = (HIGHEST - LOWEST) * BINS_PER_OCTAVE
 DEAD_SPREAD = 2.0**-8
 """Spread of a dead unit: the distance of bf16's numbers just below 1; X_F holds little but a constant of it."""
 COARSE_PHASE = 16.0
 """Smallest coarse phase: bf16's numbers are 1/8 apart from here on, and rounding moves a phase by 0.04 rad (root mean
 square), the noise that FP8 adds to a phase of any size (docs/fp8-phase.md)."""
-_SHIFT = 23 - BINS_PER_OCTAVE.bit_length() + 1  # drops the bits of a float32's mantissa that are finer than a bin
-_FIRST_BIN = (127 + LOWEST) * BINS_PER_OCTAVE
 
 
 class PhaseHealth(Callback):
@@ -82,10 +74,10 @@ class PhaseHealth(Callback):
     def _over_all_ranks(self) -> tuple[Tensor, Tensor]:
         """Return the sums and maxima of every layer, [layers, ...] each, on the CPU."""
         device = self._grid.torch_device
-        sums = torch.zeros(self._layers, BINS + 2 * self._units + 2, dtype=torch.float64, device=device)
+        sums = torch.zeros(self._layers, 2 * self._units + 4, dtype=torch.float64, device=device)
         largest = torch.zeros(self._layers, self._units, dtype=torch.float32, device=device)
         for layer in self._read:
-            sums[layer.number] = torch.cat([layer.counts, layer.resultant.flatten(), layer.weight_squares])
+            sums[layer.number] = torch.cat([layer.resultant.flatten(), layer.weight_squares, layer.phase_squares])
             largest[layer.number] = layer.largest
         dist.all_reduce(sums)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
@@ -100,11 +92,12 @@ class _LayerPhases:
         """The layer's number in the whole model, from 0."""
         self.fan = attention.fan
         device = grid.torch_device
-        self.counts = torch.zeros(BINS, dtype=torch.float64, device=device)
         self.resultant = torch.zeros(2, units, dtype=torch.float64, device=device)
         """Sums of cos p and of sin p by unit."""
         self.largest = torch.zeros(units, dtype=torch.float32, device=device)
         """The largest |p| of each unit."""
+        self.phase_squares = torch.zeros(2, dtype=torch.float64, device=device)
+        """The number of phases, and the sum of their squares."""
         self.weight_squares = torch.zeros(2, dtype=torch.float64, device=device)
         """Sums of squares of the periodic and of the linear rows; 0 where another rank counts them."""
         is_whole = self.fan.shard.ranks == 1  # the same rows on every tensor parallel rank, if there are several
@@ -123,10 +116,9 @@ class _LayerPhases:
             phases = pre_nk[:, rows].float()
             self.resultant[0, units] += phases.cos().sum(0, dtype=torch.float64)
             self.resultant[1, units] += phases.sin().sum(0, dtype=torch.float64)
-            sizes = phases.abs()
-            self.largest[units] = torch.maximum(self.largest[units], sizes.amax(0))
-            bins = (sizes.view(torch.int32) >> _SHIFT).sub_(_FIRST_BIN).clamp_(0, BINS - 1)
-            self.counts += bins.flatten().bincount(minlength=BINS)
+            self.largest[units] = torch.maximum(self.largest[units], phases.abs().amax(0))
+            self.phase_squares[0] += phases.numel()
+            self.phase_squares[1] += phases.square().sum(dtype=torch.float64)
 
     def _outputs(self) -> Iterator[tuple[slice, slice, slice]]:
         """Yield of each output this rank's periodic rows, which of the layer's units they are, and its linear rows."""
@@ -148,25 +140,15 @@ class _LayerPhases:
 def _metrics(sums: Tensor, largest: Tensor) -> dict[str, list[float]]:
     """Return each metric by name, with a number for each layer, from the counts of all ranks."""
     units = largest.shape[1]
-    counts, cos, sin, squares = sums.split([BINS, units, units, 2], dim=1)
-    tokens = counts.sum(1, keepdim=True) / units
+    cos, sin, weight_squares, phase_squares = sums.split([units, units, 2, 2], dim=1)
+    tokens = phase_squares[:, :1] / units
     spread = (1 - (cos / tokens).square() - (sin / tokens).square()).clamp_(min=0).sqrt_()
-    most = largest.amax(1)
-    metrics = {f"health/phase_p{percent}": _percentile(counts, percent).minimum(most) for percent in PERCENTILES}
-    metrics |= {
-        "health/phase_max": most,
+    metrics = {
+        "health/phase_rms": (phase_squares[:, 1] / phase_squares[:, 0]).sqrt(),
+        "health/phase_max": largest.amax(1),
         "health/dead_units": (spread < DEAD_SPREAD).double().mean(1),
         "health/coarse_units": (largest >= COARSE_PHASE).double().mean(1),
-        "health/periodic_weight_norm": squares[:, 0].sqrt(),
-        "health/linear_weight_norm": squares[:, 1].sqrt(),
+        "health/periodic_weight_norm": weight_squares[:, 0].sqrt(),
+        "health/linear_weight_norm": weight_squares[:, 1].sqrt(),
     }
     return {name: values.tolist() for name, values in metrics.items()}
-
-
-def _percentile(counts: Tensor, percent: int) -> Tensor:
-    """Return by layer the middle of the bin in which that share of the counts [layers, bins] is reached."""
-    reached = counts.cumsum(1)
-    ranks = (reached[:, -1:] * percent / 100).ceil_()
-    bins = torch.searchsorted(reached, ranks).squeeze(1)
-    edges = (torch.stack([bins, bins + 1]) + _FIRST_BIN).to(torch.int32) << _SHIFT
-    return edges.view(torch.float32).mean(0)

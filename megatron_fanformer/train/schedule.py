@@ -3,8 +3,6 @@
 Step n (from 1) runs at the rate of n: the first step of a warm-up of W steps at peak / W, as in the reference.
 """
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -15,15 +13,6 @@ from megatron_fanformer.train.optimizers import OptimizerConfig
 if TYPE_CHECKING:  # megatron-core takes seconds to import, and a configuration is checked before
     from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
-
-# What is left of a decay when a share of its steps is done.
-_LEFT: dict[str, Callable[[float], float]] = {
-    "linear": lambda done: 1 - done,
-    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
-    "exponential": lambda done: 2 * 0.5**done - 1,
-    "minus_sqrt": lambda done: 1 - math.sqrt(done),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,25 +61,6 @@ class ScheduleConfig:
     def wsd_steps(self, decay_steps: int) -> int:
         """Return the steps of WSD's decay, which ends at a step."""
         return self.lr_wsd_decay_iters or max(1, decay_steps // 10)
-
-    def rate(self, step: int, *, lr: float, train_iters: int) -> float:
-        """Return the rate of a step (from 1) of a run of so many, as the scheduler sets it, without megatron-core.
-
-        Args:
-            lr: the peak.
-        """
-        end, low = self.lr_decay_iters or train_iters, self.lowest_rate(lr)
-        warmup = self.warmup_steps(end)
-        if step <= warmup:
-            return lr * step / warmup
-        if self.lr_decay_style == "constant":
-            return lr
-        if step > end:
-            return low
-        if self.lr_decay_style != "WSD":
-            return low + (lr - low) * _LEFT[self.lr_decay_style]((step - warmup) / (end - warmup))
-        steps = self.wsd_steps(end)
-        return low + (lr - low) * _LEFT[self.lr_wsd_decay_style](max(0, step - (end - steps)) / steps)
 
     def joint_problems(self, *, lr: float, train_iters: int | None) -> list[str]:
         """Return the broken rules between this configuration, the peak rate and the length of the run (None: open)."""

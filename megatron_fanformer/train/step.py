@@ -222,7 +222,7 @@ def _sum_loss(losses_bs: Tensor, loss_mask_bs: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def _sum_over_ranks(local: Tensor | None, grid: RankGrid, interrupts: Interrupts) -> Tensor:
-    """Return [7] float64, on the device: losses, tokens, z-losses, and how many ranks have each of `Interrupts`, over
+    """Return [6] float64, on the device: losses, tokens, z-losses, and how many ranks have each of `Interrupts`, over
     all ranks.
 
     Only the last stage knows the loss, and each of its tensor parallel ranks knows the same one.

@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from rich.console import Console
 
 from megatron_fanformer.checkpoint import run_folder
@@ -24,7 +23,7 @@ from megatron_fanformer.train.config import RunConfig
 from megatron_fanformer.train.evaluation import Evaluation
 from megatron_fanformer.train.interrupts import InterruptListener, Interrupts, share
 from megatron_fanformer.train.loggers import Loggers
-from megatron_fanformer.train.machine_choices import Choice, attention_notice, choice_lines, choose_for_machine
+from megatron_fanformer.train.machine_choices import attention_notice, choose_for_machine
 from megatron_fanformer.train.optimizer import build_optimizer
 from megatron_fanformer.train.phase_health import PhaseHealth
 from megatron_fanformer.train.preflight import RunStart, find_start, with_train_iters
@@ -63,10 +62,10 @@ class Trainer:
         start = start or on_main(lambda: find_start(config, grid.world_size))
         assert start is not None
         self._start = start
-        config, choices = choose_for_machine(with_train_iters(config, start.train_iters), grid)
+        config, notices = choose_for_machine(with_train_iters(config, start.train_iters), grid)
         self.config, self.grid, self.run = config, grid, Path(config.training.run_dir)
         self.step = self.consumed_samples = 0
-        self._log_startup(choices)
+        self._log_startup(notices)
         minutes = config.training.exit_duration_in_mins
         self._listener = InterruptListener(self.run, minutes) if grid.is_main else InterruptListener()
         self._interrupts = Interrupts()  # of any rank, at the end of the current step
@@ -290,7 +289,7 @@ class Trainer:
                     "sources": self._seen.after(self.step),
                     "data": self._start.identity.as_plain(),
                 },
-                config=self._resolved_config(),
+                config=self.config.as_dict(),
                 attachments=self._attachments,
             )
         self._share_again()
@@ -325,17 +324,15 @@ class Trainer:
 
     # -- the start
 
-    def _log_startup(self, choices: list[Choice]) -> None:
+    def _log_startup(self, notices: list[str]) -> None:
         grid = self.grid
         logger.debug(
             "rank %d of %d, replica %d, on %s", grid.rank, grid.world_size, grid.data_parallel_rank, grid.device
         )
         parameters, steps = self.config.model.num_parameters, self.config.training.steps
         logger.info("a model of %s parameters, %s steps, in %s", f"{parameters:,}", f"{steps:,}", self.run)
-        for line in [*choice_lines(choices), *self.config.mix_lines()]:
+        for line in [*notices, *self.config.mix_lines()]:
             logger.info("%s", line)
-        for choice in choices:
-            logger.debug("%s.%s is %s: %s", *choice[:4])
 
     def _build(self) -> None:
         config, grid, loaded = self.config, self.grid, self._start.loaded
@@ -445,12 +442,4 @@ class Trainer:
     def _open_logs(self) -> None:
         template = self._start.data.chat_template
         beside = {} if template is None else {CHAT_TEMPLATE_JINJA: template}
-        self._logs.open(self._resolved_config(), step=self.step, beside=beside)
-
-    def _resolved_config(self) -> dict[str, Any]:
-        values = self.config.as_dict()
-        values["parallel"]["data_parallel_size"] = self.grid.data_parallel_size
-        values["runtime"]["device"] = self.grid.device
-        is_bf16 = self.config.dtype(self.grid.device) == torch.bfloat16
-        values["precision"]["dtype"] = "bf16" if is_bf16 else "fp32"
-        return values
+        self._logs.open(self.config.as_dict(), step=self.step, beside=beside)

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from rich.console import Console
 
@@ -17,8 +16,6 @@ from megatron_fanformer.train.metrics import (
     METRIC_TABLE,
     dashboard_name,
     loss_picture,
-    smoothed,
-    smoothing_window,
 )
 from tests.train.test_loggers import start
 
@@ -65,25 +62,6 @@ def test_the_losses_are_in_the_first_group() -> None:
 
 
 # -- the picture
-
-
-def test_a_smoothed_value_is_the_mean_of_those_around_it() -> None:
-    values = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0]
-    means = [sum(values[place - 2 : place + 3]) / 5 for place in range(2, 5)]
-    assert smoothed(values, 5)[2:5] == pytest.approx(means, rel=1e-12)
-
-
-def test_at_the_ends_it_is_on_the_line_through_the_nearest_ones() -> None:
-    values = [9.0, 7.5, 6.9, 6.0, 6.2, 5.1]
-    for place, around in ((0, range(5)), (1, range(5)), (4, range(1, 6)), (5, range(1, 6))):
-        line = np.polyfit(around, [values[each] for each in around], 1)
-        assert smoothed(values, 5)[place] == pytest.approx(np.polyval(line, place), rel=1e-12)
-
-
-@pytest.mark.parametrize(("steps", "window"), [(1, 1), (39, 1), (40, 3), (330, 17)])
-def test_the_window_is_a_twentieth_of_the_steps_and_has_a_middle(steps: int, window: int) -> None:
-    assert smoothing_window(steps) == window
-    assert len(smoothed([1.0] * steps, window)) == steps
 
 
 def test_losses_that_are_no_numbers_are_left_out() -> None:

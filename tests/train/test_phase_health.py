@@ -10,10 +10,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from megatron_fanformer.train.phase_health import BINS_PER_OCTAVE, COARSE_PHASE, DEAD_SPREAD, PERCENTILES, PhaseHealth
+from megatron_fanformer.train.phase_health import COARSE_PHASE, DEAD_SPREAD, PhaseHealth
 from tests.small_runs import RunOnRanks, small_run, trainer_of
 
-HALF_A_BIN = 1 / (2 * BINS_PER_OCTAVE)
 FOLLOWS_GRADIENTS = {"adam_eps": 1e-2}
 """AdamW's first update is almost the gradient's sign, which rounding decides where the gradient is small: the phases of
 the second step then differ by 3e-5 between layouts. With this they differ by 2e-6."""
@@ -101,9 +100,7 @@ def test_a_single_process_has_what_plain_formulas_say(
         pre, weight = torch.cat(micro_batches), steps["maps"][layer].double()
         columns = [column for first, end in periodic for column in range(first, end)]
         phases = pre[:, columns].double().numpy()
-        for percent in PERCENTILES:
-            exact = np.percentile(np.abs(phases), percent, method="inverted_cdf")
-            assert found[f"phase_p{percent}"][layer] == pytest.approx(exact, rel=HALF_A_BIN)
+        assert found["phase_rms"][layer] == pytest.approx(np.sqrt(np.square(phases).mean()), rel=1e-6)
         assert found["phase_max"][layer] == np.abs(phases).max()
         spread = np.sqrt(np.cos(phases).var(0) + np.sin(phases).var(0))
         assert found["dead_units"][layer] == (spread < DEAD_SPREAD).mean()
@@ -123,19 +120,14 @@ def test_a_single_process_has_what_plain_formulas_say(
 def test_every_layout_has_what_a_single_process_has(
     run_on_ranks: RunOnRanks, alone: Callable[[str], Any], tokens: str, tmp_path: Path, name: str, placement: str
 ) -> None:
-    """Each phase counts once. Where its own rounding differs, it may be in the bin beside."""
+    """Each phase counts once."""
     values = run_values(tokens, tmp_path / "run", parallel=LAYOUTS[name], **PLACEMENTS[placement])
     ranks = 1 if name.startswith("recompute") else 2
     steps, expected = run_on_ranks(ranks, take_steps, values)[0], alone(placement)
     ((sums, largest),), ((expected_sums, expected_largest),) = steps["sums"], expected["sums"]
-    units = largest.shape[1]
-    (counts, others), (expected_counts, expected_others) = (
-        (each[:, : -2 * units - 2], each[:, -2 * units - 2 :]) for each in (sums, expected_sums)
-    )
-    assert counts.sum(1).tolist() == [units * 4 * 16] * 4  # samples of 16 tokens
-    assert (counts.cumsum(1) - expected_counts.cumsum(1)).abs().max() <= 2
+    assert sums[:, -2].tolist() == [largest.shape[1] * 4 * 16] * 4  # samples of 16 tokens
     torch.testing.assert_close(largest, expected_largest, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(others, expected_others, rtol=1e-5, atol=64 * 1e-6)  # sums over 64 tokens
+    torch.testing.assert_close(sums, expected_sums, rtol=1e-5, atol=64 * 1e-6)  # sums over 64 tokens
     if ranks == 1:
         assert torch.equal(sums, expected_sums) and torch.equal(largest, expected_largest)
 
@@ -156,4 +148,4 @@ def test_a_dead_unit_and_a_large_phase_are_found(run_on_ranks: RunOnRanks, token
     for metrics in steps["metrics"]:
         found = health(metrics)
         assert found["dead_units"] == [0, 1 / 8, 0, 0] and found["coarse_units"] == [0, 0, 1 / 8, 0]
-        assert found["phase_max"][2] == pytest.approx(40, abs=8) and max(found["phase_p99"]) > COARSE_PHASE
+        assert found["phase_max"][2] == pytest.approx(40, abs=8)

@@ -77,25 +77,6 @@ def test_wsds_default_is_a_tenth_of_the_decays_end() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [
-        dict(),
-        dict(lr_decay_style="linear", lr_decay_iters=60, min_lr=1e-5),
-        dict(lr_decay_style="constant"),
-        dict(lr_decay_style="WSD"),
-        *(
-            dict(lr_decay_style="WSD", lr_wsd_decay_style=form, lr_wsd_decay_iters=30, min_lr=0.0)
-            for form in ("linear", "cosine", "exponential", "minus_sqrt")
-        ),
-    ],
-)
-def test_a_rate_is_known_without_the_scheduler(settings: dict[str, Any]) -> None:
-    config = ScheduleConfig(lr_warmup_iters=WARMUP, **settings)
-    own = [config.rate(step, lr=PEAK, train_iters=STEPS) for step in range(1, STEPS + 1)]
-    assert own == pytest.approx(rates(**settings), rel=EXACT, abs=1e-18)
-
-
-@pytest.mark.parametrize(
     ("settings", "problem"),
     [
         (dict(lr_wsd_decay_iters=80), None),  # begins where the warm-up ends

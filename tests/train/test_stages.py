@@ -49,18 +49,6 @@ def values(tmp_path: Path) -> dict[str, Any]:
     return small_run(long, tmp_path / "run", data=data, training=training, logging={"norm_interval": 5})
 
 
-def test_the_start_shows_the_learning_rates_of_each_stage(values: dict[str, Any]) -> None:
-    (second, third), rate = values["data"]["stages"], values["optimizer"]["lr"]
-    wsd = {"lr_decay_style": "WSD", "lr_wsd_decay_style": "linear", "lr_warmup_iters": 4, "min_lr": 0.0}
-    values["schedule"] = {**wsd, "lr_wsd_decay_iters": 8}
-    lines = [
-        f"train_data: steps 1 to 8, learning rate {rate / 4} to {rate}",
-        f"{second}: steps 9 to 16, learning rate {rate} to {rate}",
-        f"{third}: steps 17 to 24, learning rate {rate * 7 / 8} to 0",
-    ]
-    assert config_from_dict(values).mix_lines() == lines
-
-
 def train_recorded(values: dict[str, Any], folder: Path) -> None:
     """On a rank: train, and write which tokens each step takes."""
     with trainer_of(values) as trainer:
