@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.data.blends import parse_blend
@@ -41,14 +41,13 @@ DESCRIPTIONS: dict[Kind, str] = {
 ENDINGS = (".manifest.json", ".ledger.parquet", MASK_SUFFIX, ".bin", ".idx", ".npy")
 CONFIG_JSON = "config.json"  # a Hugging Face folder's
 MODEL_TYPE = "fanformer"  # what it calls a FANformer
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # of a model on the Hugging Face hub: OWNER/MODEL
-RELEASED = "dongyh/FANformer-1B"  # the released model there
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # of a model on the Hugging Face hub: OWNER/MODEL
 TRACKER = "latest_checkpointed_iteration.txt"  # in a folder of Megatron-LM's checkpoints
-TRACKER_BYTES = 100  # more than any iteration has
 ITERATION, RELEASE = re.compile(r"[0-9]{1,9}"), "release"  # the tracker's content
 TORCH_TABLE = ".metadata"  # as in checkpoint/stored_files.py, which imports torch
 OLD_MEGATRON_LM = "mp_rank_*"  # in a checkpoint of Megatron-LM's format before `torch_dist`
 REFERENCE_FIELD = "d_model"  # which the authors' configurations have, and no other
+LARGEST_BLEND = 1 << 26  # bytes; blends of 100,000 shards are smaller
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,10 @@ def recognise(path: str | Path, wanted: Sequence[Kind] = KINDS) -> Target:
     try:
         target = _recognise(str(path), wanted)
     except InputError as error:
-        raise InputError(f"{error}; name {_choice(wanted)}{_hub_hint(str(path), wanted)}") from None
+        hint = ""
+        if "hf" in wanted and HUB_NAME.fullmatch(str(path)) and not Path(path).parent.is_dir():
+            hint = f"; download a model of the Hugging Face hub first: hf download {path} --local-dir FOLDER"
+        raise InputError(f"{error}; name {_choice(wanted)}{hint}") from None
     if target.kind not in wanted:
         raise InputError(f"{path} is {DESCRIPTIONS[target.kind]}; name {_choice(wanted)}")
     return target
@@ -111,31 +113,17 @@ def find_checkpoint(path: str | Path, wanted: Sequence[Kind] = OURS) -> Path:
 def _iteration(folder: Path) -> Path:
     if (tracker := folder / TRACKER).is_file():
         with tracker.open("rb") as stream:
-            latest = stream.read(TRACKER_BYTES).decode("ascii", errors="replace").strip()
+            latest = stream.read(100).decode("ascii", errors="replace").strip()
         named = folder / (f"iter_{int(latest):07d}" if ITERATION.fullmatch(latest) else latest)
         if not (ITERATION.fullmatch(latest) or latest == RELEASE) or not named.is_dir():
             raise CorruptError(f"{tracker} names {latest!r}, and there is no such checkpoint; name one of the folder's")
         folder = named
     if not (folder / run_folder.MEGATRON_METADATA).is_file():
-        is_old = any(folder.glob(OLD_MEGATRON_LM))
         raise InputError(
-            f"{folder} is in Megatron-LM's format {'torch' if is_old else 'torch_dcp or fsdp_dtensor'}, not in "
-            "torch_dist; load it there and save it with --ckpt-convert-format torch_dist --ckpt-convert-save FOLDER"
-            f"{', or use its tools/checkpoint/convert.py' if is_old else ''}"
+            f"{folder} is not in Megatron-LM's format torch_dist; load it there and save it with "
+            "--ckpt-convert-format torch_dist --ckpt-convert-save FOLDER"
         )
     return folder
-
-
-def refuse_other_kinds(run: Path) -> None:
-    """Raise InputError for a folder to train in that holds a model: a run would overwrite its configuration."""
-    if run_folder.newest_step(run) >= 0 or not run.is_dir():
-        return
-    kind: Kind | None = "checkpoint" if run_folder.is_checkpoint(run) else _kind_of_model(run, [])
-    if kind is not None and kind != "run":
-        raise InputError(
-            f"{run} is {DESCRIPTIONS[kind]}, whose configuration a run would overwrite; name a run's folder, or a new "
-            "one"
-        )
 
 
 def prefix_of(path: str) -> str:
@@ -167,25 +155,13 @@ def _recognise(path: str, wanted: Sequence[Kind]) -> Target:
         raise InputError(f"{place} is a file, not a folder") from None  # all other kinds are folders
 
 
-def _hub_hint(path: str, wanted: Sequence[Kind]) -> str:
-    """Return the advice for a path that may be a model's name on the Hugging Face hub."""
-    is_in_folder = "/" in path and Path(path).parent.is_dir()
-    if not {"hf"} <= set(wanted) <= set(MODELS) or is_in_folder or not HUB_NAME.fullmatch(path) or Path(path).exists():
-        return ""
-    name = path if "/" in path else RELEASED
-    return (
-        f"; models of the Hugging Face hub (the released FANformer-1B is {RELEASED}) are downloaded first: "
-        f"hf download {name} --local-dir FOLDER"
-    )
-
-
 def _has_files(prefix: str) -> bool:
     return any(Path(prefix + ending).is_file() for ending in ENDINGS)
 
 
 def _recognise_blend(file: Path) -> Target:
     """Recognise a text file that names token files, as `@FILE` in a configuration."""
-    if file.is_file() and file.stat().st_size > 1 << 26:  # weights, say; blends of 100,000 shards are smaller
+    if file.is_file() and file.stat().st_size > LARGEST_BLEND:  # weights, say
         raise InputError(f"{file} is not a token file, and is too large for a blend file")
     try:
         blend = parse_blend([f"@{file}"])
@@ -198,55 +174,37 @@ def _recognise_blend(file: Path) -> Target:
 
 
 def _recognise_folder(folder: Path) -> Target:
-    damage: list[CorruptError] = []
     if (folder / TRACKER).is_file():  # before the names in it: Megatron-LM saves into a folder of any name
         return Target("megatron-lm", folder)
     named = folder.resolve() if folder.name in ("", "..") else folder  # a checkpoint's name states its step
     if run_folder.is_checkpoint(folder):
         return Target("checkpoint", named)
-    # an export may hold the checkpoints of somebody's trainer, and DeepSpeed's `latest`
-    may_be_run = not (folder / CONFIG_JSON).is_file()
-    if may_be_run and (folder / run_folder.CHECKPOINTS).is_dir():
+    has_checkpoints = (folder / run_folder.CHECKPOINTS).is_dir()
+    if not (folder / CONFIG_JSON).is_file():  # an export may hold somebody's checkpoints, and DeepSpeed's `latest`
+        if has_checkpoints:
+            return Target("run", folder)
+        if named.name == run_folder.CHECKPOINTS or (folder / run_folder.LATEST).is_file():
+            return Target("run", named.parent)
+    stated, sections = (
+        run_folder.read_mapping(file) if (file := folder / name).is_file() else {}
+        for name in (CONFIG_JSON, run_folder.CONFIG)
+    )
+    model = sections.get("model")
+    if stated.get("model_type") == MODEL_TYPE:
+        return Target("hf", folder)
+    if REFERENCE_FIELD in {**stated, **sections, **(model if isinstance(model, dict) else {})}:
+        return Target("reference", folder)
+    if "training" in sections or has_checkpoints:
         return Target("run", folder)
-    if may_be_run and (named.name == run_folder.CHECKPOINTS or (folder / run_folder.LATEST).is_file()):
-        return Target("run", named.parent)
-    if kind := _kind_of_model(folder, damage):
-        return Target(kind, folder)
     if is_row_folder(folder):
         return Target("token files", folder, (str(folder),))
-    prefixes = tuple(sorted({prefix_of(str(path)) for end in (".idx", ".npy") for path in folder.glob(f"*{end}")}))
-    if prefixes:
-        return Target("folder of token files", folder, prefixes)
-    if _is_megatron_lm(folder):
-        return Target("megatron-lm", folder)
-    if damage:
-        raise damage[0]
-    stated = _mapping(folder / CONFIG_JSON, []).get("model_type")
-    other = f": its {CONFIG_JSON} has model_type {stated!r}, not {MODEL_TYPE!r}" if stated else ""
-    raise InputError(f"{folder} is a folder of unknown kind{other}")
-
-
-def _kind_of_model(folder: Path, damage: list[CorruptError]) -> Kind | None:
-    """Return the kind by the configuration: an export, a checkpoint of the authors, a run without checkpoints."""
-    stated, sections = (_mapping(folder / name, damage) for name in (CONFIG_JSON, run_folder.CONFIG))
-    if stated.get("model_type") == MODEL_TYPE:
-        return "hf"
-    model = sections.get("model")
-    if REFERENCE_FIELD in {**stated, **sections, **(model if isinstance(model, dict) else {})}:
-        return "reference"
-    return "run" if "training" in sections or (folder / run_folder.CHECKPOINTS).is_dir() else None
-
-
-def _is_megatron_lm(folder: Path) -> bool:
-    """Return True for one checkpoint of Megatron-LM in any format; ours also have a configuration."""
+    if prefixes := {prefix_of(str(path)) for end in (".idx", ".npy") for path in folder.glob(f"*{end}")}:
+        return Target("folder of token files", folder, tuple(sorted(prefixes)))
+    # one checkpoint of Megatron-LM in any format; ours also have a configuration
     has_table = any((folder / name).is_file() for name in (run_folder.MEGATRON_METADATA, TORCH_TABLE))
-    return run_folder.step_of(folder) is None and (has_table or any(folder.glob(OLD_MEGATRON_LM)))
-
-
-def _mapping(file: Path, damage: list[CorruptError]) -> dict[str, Any]:
-    """Return a configuration's values; empty if there is none, or if it is damaged, which is appended to `damage`."""
-    try:
-        return run_folder.read_mapping(file) if file.is_file() else {}
-    except CorruptError as error:
-        damage.append(error)
-        return {}
+    if run_folder.step_of(folder) is None and (has_table or any(folder.glob(OLD_MEGATRON_LM))):
+        return Target("megatron-lm", folder)
+    other = (
+        f": its {CONFIG_JSON} has model_type {kind!r}, not {MODEL_TYPE!r}" if (kind := stated.get("model_type")) else ""
+    )
+    raise InputError(f"{folder} is a folder of unknown kind{other}")

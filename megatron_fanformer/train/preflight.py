@@ -14,7 +14,7 @@ from typing import Any
 from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.remote import fetch_checkpoint, fetch_newer
 from megatron_fanformer.configuration import by_dotted_names
-from megatron_fanformer.convert.recognition import find_checkpoint, refuse_other_kinds
+from megatron_fanformer.convert.recognition import find_checkpoint
 from megatron_fanformer.data.chats import pack
 from megatron_fanformer.data.check import (
     CheckedData,
@@ -312,10 +312,6 @@ def _find_checkpoints(config: RunConfig) -> tuple[tuple[Path, ...], Damaged, Pat
     run, use_earlier = Path(config.training.run_dir), config.recovery.use_earlier_checkpoint
     if run.exists() and not run.is_dir():
         raise InputError(f"training.run_dir {run} is a file; name a folder")
-    try:
-        refuse_other_kinds(run)
-    except InputError as error:
-        raise InputError(f"training.run_dir: {error}") from None
     if config.checkpoint.mirror is not None:
         with log_if_slow(f"looking for a newer checkpoint on {redacted(config.checkpoint.mirror)}"):
             fetch_newer(config.checkpoint.mirror, run, use_earlier=use_earlier)
