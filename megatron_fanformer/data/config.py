@@ -10,7 +10,6 @@ from megatron_fanformer.data.chats import chat_problems, parse_chats
 from megatron_fanformer.data.mixes import mix_problems, overlap_problems
 from megatron_fanformer.data.token_files import NpyType
 from megatron_fanformer.errors import InputError, collect_problems
-from megatron_fanformer.stores import is_url, password_problem
 
 SPLIT_VALIDATION = "validation"  # the name of the validation set that a split cuts off
 TRAINING, TOKENIZER = "train", "tokenizer"  # in `allow_change`, beside the names of validation sets
@@ -36,15 +35,14 @@ class DataConfig:
     npy_dtype: NpyType = "uint16"
     """Type of the token ids in `.npy` files without a manifest."""
     tokenizer: str | None = None
-    """A `.model` or a `tokenizer.json`, the URL of one, or a folder with one; copied into every checkpoint."""
+    """A `.model` or a `tokenizer.json`, or a folder with one; copied into every checkpoint."""
     reset_attention_mask: bool = False
     """Attention stays within documents (docs/fine-tuning.md#attention-within-documents), not across them as in the
     paper."""
     eod_mask_loss: bool = False
     """No loss where an end of text is read."""
     cache_path: str | None = None
-    """Folder for sample indices and large orders of samples, shared by all nodes; null: `.index_cache` beside
-    `train_data`."""
+    """Folder for sample indices, shared by all nodes; null: `.index_cache` beside `train_data`."""
     num_workers: int | None = None
     """Loader processes of each rank that reads; 0: its own; null: 2 on a GPU, whose step need not wait, else 0."""
     allow_change: list[str] = field(default_factory=list)
@@ -72,9 +70,7 @@ class DataConfig:
             problems += split_problems(self.split)
         if not problems:
             collect_problems(problems, self.index_cache)
-        if self.tokenizer is not None and is_url(self.tokenizer):
-            problems += filter(None, [password_problem("data.tokenizer", self.tokenizer)])
-        elif self.tokenizer is not None and not Path(self.tokenizer).exists():
+        if self.tokenizer is not None and not Path(self.tokenizer).exists():
             problems.append(f"data.tokenizer: {self.tokenizer} does not exist; name a .model or tokenizer.json")
         if self.num_workers is not None and self.num_workers < 0:
             problems.append(f"data.num_workers: {self.num_workers} is negative; 0 loads in the rank's own process")

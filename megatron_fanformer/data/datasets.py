@@ -183,7 +183,7 @@ class _DatasetBuilder:
         if source.is_npy:
             return self._of_npy(source, length)
         (epoch,) = filter(None, self._of_pairs(Blend([source], None), {TRAIN: None}, None))
-        return PairEpochs(epoch, seed=self._seed, cache=self._data.cache, length=length)
+        return PairEpochs(epoch, seed=self._seed, length=length)
 
     def _mix_index(self, blend: Blend, size: int) -> tuple[Any, Any]:
         """Return the source of each sample of a blend, as megatron-core draws them, and its number there."""
@@ -201,7 +201,6 @@ class _DatasetBuilder:
             seed=self._seed,
             vocab_size=self._vocab_size,
             samples=size,
-            cache=self._data.cache,
         )
 
     def _blended(

@@ -10,7 +10,6 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -129,9 +128,9 @@ class PairEpochs(Epochs):
     sample's place does not, so that a later mix may be added or changed.
     """
 
-    def __init__(self, samples: Any, *, seed: int, cache: Path, length: int) -> None:
+    def __init__(self, samples: Any, *, seed: int, length: int) -> None:
         """`samples` is megatron-core's dataset of one epoch; see Epochs."""
-        super().__init__(len(samples), seed=seed, samples=length, cache=cache)
+        super().__init__(len(samples), seed=seed, samples=length)
         self.samples = samples
 
     def __getitem__(self, index: int) -> dict[str, Any]:

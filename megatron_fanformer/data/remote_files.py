@@ -2,7 +2,7 @@
 
 A file is known by its URL, its size and its *version*, stated by the store (ETag, generation, times).
 Both are pinned when it is looked up; a run compares them again when it saves (`refuse_changed`). fsspec brings the
-bytes, a request a thread, so that requests wait side by side whatever the driver. A failed request is made again.
+bytes, a request a thread, so that requests wait side by side whatever the driver.
 
 Every request raises InputError where there is no driver for the store, no right to use it, or it serves no ranges or
 sizes, and FanformerError where it does not answer for PATIENCE_SECONDS.
@@ -13,7 +13,6 @@ import functools
 import hashlib
 import logging
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,13 +27,12 @@ from megatron_fanformer.durable_files import publish, take_lock, temporary_name
 from megatron_fanformer.errors import CorruptError, InputError, redacted
 from megatron_fanformer.stores import driver_of, query, reason_of, reported_as_local
 
-PART_BYTES, PARTS = 1 << 22, 8  # of a file that is read whole: of one request, and at a time
+PART_BYTES, PARTS = 1 << 22, 8  # of one request of a file that is read whole, and requests at a time
 THREADS = 32
 REQUEST_SECONDS = 20.0
 PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, *[16.0] * 6)
 # Less than runtime.distributed_timeout_minutes by default: the other ranks wait meanwhile.
 PATIENCE_SECONDS = 70.0
-SECONDS_BETWEEN_WARNINGS = 600.0
 # Of what drivers say of a file: names of its content, and what changes with it where there is none.
 _STRONG = ("ETag", "etag", "generation", "blob_id", "md5Hash", "content_md5", "Content-MD5")
 _WEAK = ("mtime", "Last-Modified", "LastModified", "last_modified", "modified", "updated", "created")
@@ -89,8 +87,6 @@ def side_by_side(function: Callable[[Item], Result], items: Iterable[Item]) -> l
 
 # -- requests
 
-_warned_at = -SECONDS_BETWEEN_WARNINGS
-
 
 @functools.lru_cache(maxsize=64)
 def _driver(_process: int, store: str) -> Any:
@@ -106,7 +102,7 @@ def _driver_of(url: str) -> Any:
 def _request(url: str, method: str, *, refused_is_missing: bool = False, **options: Any) -> Any:
     """Call a method of a store's driver with the path of a URL; return None where there is no such file."""
     attempt = functools.partial(_attempt, url, method, options, refused_is_missing)
-    return query(url, attempt, pauses=PAUSES_SECONDS, patience=PATIENCE_SECONDS, log=_log)
+    return query(url, attempt, pauses=PAUSES_SECONDS, patience=PATIENCE_SECONDS, log=logger.debug)
 
 
 def _attempt(url: str, method: str, options: dict[str, Any], refused_is_missing: bool) -> Any:
@@ -138,14 +134,6 @@ def _attempt(url: str, method: str, options: dict[str, Any], refused_is_missing:
     return answer
 
 
-def _log(*message: Any) -> None:
-    """Log the first failure of a while as a warning: many requests wait for a store that is down."""
-    global _warned_at
-    is_first = time.monotonic() - _warned_at > SECONDS_BETWEEN_WARNINGS
-    _warned_at = time.monotonic() if is_first else _warned_at
-    logger.log(logging.WARNING if is_first else logging.DEBUG, *message)
-
-
 def _status_of(error: BaseException) -> int | None:
     """Return the status of HTTP that an error or its response states, also where a driver made another error of it."""
     for cause in filter(None, (error, error.__cause__)):
@@ -155,13 +143,11 @@ def _status_of(error: BaseException) -> int | None:
     return None
 
 
-def _is_missing(error: BaseException) -> bool:
-    """Return whether a file is not there. A look-up by HTTP ends in FileNotFoundError, whatever failed: its cause
-    decides.
-    """
+def _is_missing(error: Exception) -> bool:
+    """Return whether a file is not there: a look-up by HTTP ends in FileNotFoundError, whatever its cause."""
+    cause = error.__cause__
     if (status := _status_of(error)) is not None:
         return status in (404, 410)
-    cause = error.__cause__
     is_connection = isinstance(cause, OSError | asyncio.TimeoutError) or type(cause).__module__.startswith("aiohttp")
     return isinstance(error, FileNotFoundError) and not is_connection
 

@@ -3,7 +3,6 @@
 Everything here is arithmetic: missing data are reported before a rank starts, and all ranks request the same.
 """
 
-import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,15 +10,13 @@ import numpy as np
 from megatron_fanformer.data.blends import PART_NAMES, TRAIN, VALIDATION, Blend, Source
 from megatron_fanformer.data.check import CheckedData
 from megatron_fanformer.data.config import DataConfig
-from megatron_fanformer.data.mixes import FIRST_MIX, Mix, with_ends
+from megatron_fanformer.data.mixes import Mix
 from megatron_fanformer.data.token_files import whole_samples
 from megatron_fanformer.errors import InputError, redacted
 from megatron_fanformer.terminal import plural
 
-logger = logging.getLogger(__name__)
-
-EPOCHS_AS_GOOD_AS_NEW = 4  # Muennighoff et al., "Scaling Data-Constrained Language Models" (2023)
-MID_LEVEL_SURPLUS = 0.005  # by which megatron-core requests more of each source of a blend than its share
+# megatron-core requests more of each source of a blend than its share: half a percent, rounded up twice.
+SURPLUS_FACTOR, SURPLUS_SAMPLES = 1.005, 3
 
 Sizes = dict[int, int | None]
 """Samples by part; None: one epoch."""
@@ -50,26 +47,6 @@ class SampleCounts:
             self._check_blend(train, TRAIN, train_samples)
         for blend in self._data.valid.values():
             self._check_blend(blend, VALIDATION, valid_samples)
-        epochs = self.epochs_taken(config, mixes or [Mix(FIRST_MIX, 1, 0, train)], train_samples)
-        most, source = max((epochs[source], self._name(source)) for source in epochs)
-        if most > EPOCHS_AS_GOOD_AS_NEW:
-            logger.warning("the run reads %s %.3g times; give it more data, or a lower weight", source, most)
-
-    def epochs_taken(self, config: DataConfig, mixes: Sequence[Mix], train_samples: int) -> dict[Source, float]:
-        """Return how many epochs of each source a run takes; less than 1 where it does not come to the end of it."""
-        taken: dict[Source, float] = {}
-        for mix, end in with_ends(mixes, train_samples):
-            epochs = self.epoch_samples(config, mix.blend)
-            weights = np.array(mix.blend.weights or epochs) / sum(mix.blend.weights or epochs)
-            for source, weight, epoch in zip(mix.blend.sources, weights, epochs, strict=True):
-                taken[source] = taken.get(source, 0.0) + float(weight * (end - mix.first_sample) / epoch)
-        return taken
-
-    def epoch_samples(self, config: DataConfig, blend: Blend) -> list[float]:
-        """Return the samples of an epoch of each source of a training mix: of a split, those of its training part."""
-        if config.applied_split is None:
-            return [self.epoch_of(source) for source in blend.sources]
-        return [tokens / self._seq_length for tokens in self._tokens_of(blend, TRAIN, is_split=True)]
 
     def _check_blend(self, blend: Blend, part: int, size: int | None) -> None:
         if not any(source.is_npy for source in blend.sources):
@@ -81,6 +58,12 @@ class SampleCounts:
         else:
             whole_samples(self._data.files(blend.sources[0]), self._seq_length)
 
+    def epoch_samples(self, config: DataConfig, blend: Blend) -> list[float]:
+        """Return the samples of an epoch of each source of a training mix: of a split, those of its training part."""
+        if config.applied_split is None:
+            return [self.epoch_of(source) for source in blend.sources]
+        return [self._tokens(source, TRAIN, is_split=True) / self._seq_length for source in blend.sources]
+
     def repeats_pairs(self, config: DataConfig, *, train_samples: int) -> bool:
         """Return whether training may read a pair more than once: its order then depends on the number of samples.
 
@@ -88,8 +71,6 @@ class SampleCounts:
         within a hundredth of an epoch, it is true.
         """
         blend, is_split = self._data.train, config.applied_split is not None
-        if all(source.is_npy for source in blend.sources):
-            return False
         if any(source.is_npy for source in blend.sources):
             weights: list[float] | None = self.of_mixed(blend, train_samples)[0]
         else:
@@ -97,20 +78,13 @@ class SampleCounts:
         if weights is None and len(blend.sources) > 1:
             return False  # one epoch of each suffices
         shares = np.array(weights or [1.0]) / sum(weights or [1.0]) * train_samples
-        tokens: Sequence[int | None] = (
-            self._tokens_of(blend, TRAIN, is_split)
-            if is_split
-            else [None if source.is_npy else self._data.pair(source).tokens for source in blend.sources]
-        )
-        surplus = (MID_LEVEL_SURPLUS, 3) if len(shares) > 1 else (0, 0)  # it rounds up twice
+        if len(shares) > 1:
+            shares = shares * SURPLUS_FACTOR + SURPLUS_SAMPLES
         return any(
-            share * (1 + surplus[0]) + surplus[1] > (source_tokens - 1) // self._seq_length
-            for share, source_tokens in zip(shares, tokens, strict=True)
-            if source_tokens is not None
+            share > (self._tokens(source, TRAIN, is_split=is_split) - 1) // self._seq_length
+            for source, share in zip(blend.sources, shares, strict=True)
+            if not source.is_npy
         )
-
-    def _name(self, source: Source) -> str:
-        return redacted(source.name)
 
     def epoch_of(self, source: Source) -> float:
         """Return the samples of an epoch; for a source too short for one, the fraction of a sample that it fills."""
@@ -136,7 +110,7 @@ class SampleCounts:
         for source, epoch in zip(blend.sources, epochs, strict=True):
             if epoch < 1 or (not source.is_npy and self._data.pair(source).tokens <= self._seq_length):
                 raise InputError(
-                    f"{self._name(source)} holds no whole sample of {self._seq_length} tokens, as every source of a "
+                    f"{redacted(source.name)} holds no whole sample of {self._seq_length} tokens, as every source of a "
                     "run in stages must; join it with others, or leave it out"
                 )
         if any(source.is_npy for source in blend.sources):
@@ -160,34 +134,35 @@ class SampleCounts:
     def of_pairs(self, blend: Blend, sizes: Sizes, *, is_split: bool) -> tuple[list[float] | None, list[int | None]]:
         """Return weights and samples by part, as megatron-core's builder takes them, for `sizes` of pairs.
 
-        Without a split, the one part of `sizes` is made of all documents.
+        Without a split, the one part of `sizes` is made of all documents. For several files without weights
+        megatron-core builds one epoch and stops. If that is not enough, or if a file is too short for a sample (in
+        either part of a split), the files' sizes are the weights, which lets them repeat.
+
         Raises InputError for a part without documents, or without a whole sample.
         """
-        parts = list(sizes)
-        if is_split:
-            of_first = self._data.pair(blend.sources[0]).part_tokens
-            parts = [part for part in range(len(PART_NAMES)) if part in of_first]
-        tokens = {part: self._tokens_of(blend, part, is_split) for part in parts}
-        looked_at = (TRAIN, VALIDATION) if is_split else sizes
-        weights = self._weights(blend, [(tokens[part], sizes.get(part)) for part in looked_at])
+        looked_at = (TRAIN, VALIDATION) if is_split else tuple(sizes)
+        parts = self._data.pair(blend.sources[0]).part_tokens if is_split else sizes
+        tokens = {part: [self._tokens(source, part, is_split=is_split) for source in blend.sources] for part in parts}
+        weights = blend.weights if len(blend.sources) > 1 else None
+        if len(blend.sources) > 1 and weights is None:
+            wanted = [(tokens[part], sizes.get(part)) for part in looked_at]
+            if any(min(own) <= self._seq_length or (size and size > self._samples(own)) for own, size in wanted):
+                weights = [float(self._data.pair(source).tokens) for source in blend.sources]
         requested: list[int | None] = [0] * len(PART_NAMES)
         for part, size in sizes.items():
             epoch = self._samples(tokens[part]) if size is None else size
-            # With weights, megatron-core requires a number.
-            requested[part] = epoch if weights is not None else size
+            requested[part] = size if weights is None else epoch  # with weights, megatron-core requires a number
         return weights, requested
 
-    def _tokens_of(self, blend: Blend, part: int, is_split: bool) -> list[int]:
-        """Return the tokens of each prefix in a part of a split, or in all of it."""
-        tokens = []
-        for source in blend.sources:
-            facts = self._data.pair(source)
-            tokens.append(facts.part_tokens[part] if is_split else facts.tokens)
-            if not tokens[-1]:
-                raise InputError(
-                    f"{source.paths[0]} has {plural(facts.sequences, 'document')}, none is left for {PART_NAMES[part]};"
-                    " a split cuts none: use more, another data.split, or separate validation files"
-                )
+    def _tokens(self, source: Source, part: int, *, is_split: bool) -> int:
+        """Return the tokens of a pair in a part of a split, or in all of it."""
+        pair = self._data.pair(source)
+        tokens = pair.part_tokens[part] if is_split else pair.tokens
+        if not tokens:
+            raise InputError(
+                f"{source.paths[0]} has {plural(pair.sequences, 'document')}, none is left for {PART_NAMES[part]};"
+                " a split cuts none: use more, another data.split, or separate validation files"
+            )
         return tokens
 
     def _samples(self, tokens: list[int]) -> int:
@@ -199,19 +174,3 @@ class SampleCounts:
                 " use more data, or lower model.seq_length"
             )
         return samples
-
-    def _weights(self, blend: Blend, parts: list[tuple[list[int], int | None]]) -> list[float] | None:
-        """Return the weights for megatron-core.
-
-        For several files without weights it builds one epoch and stops. If that is not enough, or if a file is
-        too short for a sample of its own (in either part of a split), the files' sizes are the weights, which lets them
-        repeat.
-        """
-        if len(blend.sources) == 1:
-            return None
-        if blend.weights is not None:
-            return blend.weights
-        for tokens, size in parts:
-            if min(tokens) <= self._seq_length or (size is not None and size > self._samples(tokens)):
-                return [float(self._data.pair(source).tokens) for source in blend.sources]
-        return None

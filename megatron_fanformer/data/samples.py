@@ -9,7 +9,6 @@ samples and the cached indices.
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,10 +37,9 @@ class NpyDataset(Epochs):
         seed: int,
         vocab_size: int,
         samples: int | None = None,
-        cache: Path | None = None,
     ) -> None:
         """See Epochs; ids are below `vocab_size`, or CorruptError is raised where one is read."""
-        super().__init__(whole_samples(files, seq_length), seed=seed, samples=samples, cache=cache)
+        super().__init__(whole_samples(files, seq_length), seed=seed, samples=samples)
         self.files, self.seq_length = files, seq_length
         self._vocab_size = vocab_size
         self._ends = np.cumsum([file.tokens // seq_length for file in files], dtype=np.int64)

@@ -1,6 +1,5 @@
 """Tokenizers behind one small interface: sentencepiece models and Hugging Face `tokenizer.json` files."""
 
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,16 +7,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron_fanformer.data.remote_files import folder_of, optional_contents
-from megatron_fanformer.durable_files import publish, temporary_name, write_atomically
-from megatron_fanformer.errors import InputError, redacted
-from megatron_fanformer.runtime.device import cache_folder
-from megatron_fanformer.stores import is_url, reported_as_local
+from megatron_fanformer.durable_files import publish, temporary_name
+from megatron_fanformer.errors import InputError
 
 TOKENIZER_JSON, TOKENIZER_MODEL = "tokenizer.json", "tokenizer.model"  # their usual names in a folder
 TOKENIZER_CONFIG, GENERATION_CONFIG = "tokenizer_config.json", "generation_config.json"
 CHAT_TEMPLATE_JINJA = "chat_template.jinja"
-BESIDE = (TOKENIZER_CONFIG, GENERATION_CONFIG, CHAT_TEMPLATE_JINJA)
 END_OF_TEXT = "<|endoftext|>"
 # Names of the special piece that ends a document, the most likely first.
 END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
@@ -166,7 +161,7 @@ Tokenizer = SentencePieceTokenizer | HuggingFaceTokenizer
 
 
 def load_tokenizer(path: str | Path, *, eod_id: int | None = None, needs_eod: bool = True) -> Tokenizer:
-    """Read a sentencepiece `.model`, a Hugging Face `tokenizer.json` (by any name), the URL of one, or a folder.
+    """Read a sentencepiece `.model`, a Hugging Face `tokenizer.json` (by any name), or a folder with one.
 
     A document ends with `eod_id`, or as `_end_of_text` finds it. A tokenizer without an end of text has NO_ID there, if
     that is allowed by `needs_eod`.
@@ -248,12 +243,12 @@ def token_text(stated: Any) -> str | None:
 
 
 def tokenizer_file(path: str | Path) -> Path:
-    """Return the file that `load_tokenizer` reads for a path; for a URL its copy on this machine.
+    """Return the file that `load_tokenizer` reads for a path.
 
     In a folder, `tokenizer.json` is taken, else `tokenizer.model`, else its only `.model` file. Raises InputError where
     there is none, or it is of an unknown kind.
     """
-    path = _fetched(str(path)) if is_url(path) else Path(path)
+    path = Path(path)
     if path.is_dir():
         models = sorted(path.glob("*.model"))
         named = [path / TOKENIZER_JSON, path / TOKENIZER_MODEL, *(models if len(models) == 1 else [])]
@@ -268,25 +263,6 @@ def tokenizer_file(path: str | Path) -> Path:
     if path.suffix not in (".json", ".model"):
         raise InputError(f"tokenizer {path} is of an unknown kind; its name must end in .model or .json")
     return path
-
-
-def _fetched(url: str) -> Path:
-    """Return the copy of a tokenizer on another store and of the files beside it, made once for each version."""
-    if not url.endswith((".json", ".model")):
-        raise InputError(f"tokenizer {redacted(url)} does not name a file; name one that ends in .model or .json")
-    parent, _, name = url.rpartition("/")
-    names = [name, *BESIDE]
-    contents = optional_contents(f"{parent}/{file}" for file in names)
-    if contents[0] is None:
-        raise InputError(f"tokenizer {redacted(url)} does not exist; name a .model file or a tokenizer.json")
-    sums = " ".join(hashlib.sha256(content or b"").hexdigest() for content in contents)
-    folder = folder_of(cache_folder() / "tokenizers", f"{redacted(url)} {sums}")
-    with reported_as_local(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        for file, content in reversed(list(zip(names, contents, strict=True))):  # the tokenizer comes last
-            if content is not None and not (folder / file).is_file():
-                write_atomically(folder / file, content)
-    return folder / name
 
 
 def train_sentencepiece(

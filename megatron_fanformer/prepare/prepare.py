@@ -8,7 +8,7 @@ from megatron_fanformer.data.chat_template import RenderedChat, encode_chat, fin
 from megatron_fanformer.data.chats import NPY_ROW_TOKENS
 from megatron_fanformer.data.manifest import ChatSettings, Encoding, Manifest, Settings, TokenizerRecord, read_manifest
 from megatron_fanformer.data.token_files import NPY_SUFFIX, token_dtype
-from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer, note_of_end, tokenizer_file
+from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer, note_of_end
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.prepare.documents import DocumentParser
@@ -29,7 +29,6 @@ from megatron_fanformer.prepare.verb import PrepareConfig, Shard
 from megatron_fanformer.prepare.workers import Job
 from megatron_fanformer.processes import unwound_by_stop_signals
 from megatron_fanformer.runtime.device import quieten_libraries
-from megatron_fanformer.stores import is_url
 from megatron_fanformer.terminal import phases, plural, show
 
 ALREADY_THERE = "{} already exists, made from the same input with the same settings"
@@ -137,10 +136,8 @@ def prepare_shard(config: PrepareConfig, shard: Shard, progress: ProgressListene
 
 
 def _job(config: PrepareConfig, files: list[InputFile] | None) -> tuple[Job, Tokenizer]:
-    """Check the options; return the preparation and its tokenizer, which is fetched once if it is at a URL."""
+    """Check the options; return the preparation and its tokenizer."""
     _check(config)
-    tokenizer_path = tokenizer_file(config.tokenizer) if is_url(config.tokenizer) else config.tokenizer
-    config = replace(config, tokenizer=str(tokenizer_path))
     files = input_files(config) if files is None else files
     tokenizer = load_tokenizer(config.tokenizer, eod_id=config.eod_id)
     job = Job(

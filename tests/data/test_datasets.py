@@ -11,10 +11,8 @@ import pytest
 import torch
 
 from megatron_fanformer.data import datasets
-from megatron_fanformer.data.check import check_files
 from megatron_fanformer.data.config import DataConfig
 from megatron_fanformer.data.datasets import indices_in
-from megatron_fanformer.data.sample_counts import SampleCounts
 from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.durable_files import take_lock
 from megatron_fanformer.errors import InputError
@@ -97,20 +95,6 @@ def test_a_split_gives_disjoint_documents(prefix: str) -> None:
 def test_a_split_that_leaves_a_part_empty_is_an_input_error(prefix: str, split: str) -> None:
     with pytest.raises(InputError, match="none is left for"):
         build(DataConfig(train_data=[prefix], split=split))
-
-
-@pytest.mark.parametrize(("samples", "is_told"), [(4 * 39, False), (4 * 39 + 1, True)])
-def test_a_source_that_is_read_more_than_four_times_is_named(
-    tmp_path: Path, prefix: str, samples: int, is_told: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    little = write_pair(tmp_path / "little", [[39 * SEQ_LENGTH + 1]])
-    for train_data, times in (([little], 1), ([1, prefix, 1, little], 2)):
-        config = DataConfig(train_data=train_data)
-        caplog.clear()
-        counts = SampleCounts(check_files(config), SEQ_LENGTH)
-        counts.check(config, train_samples=samples * times, valid_samples=1)
-        told = [message for message in caplog.messages if little in message and " 4.03 times" in message]
-        assert (len(told), caplog.messages) == (is_told, told)
 
 
 def test_data_of_exactly_one_sample_are_enough(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Token files on other stores: a run reads what it reads of local ones, bit for bit, or ends with one line."""
 
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -18,7 +17,6 @@ from megatron_fanformer.data.check import check_files
 from megatron_fanformer.data.config import DataConfig
 from megatron_fanformer.data.datasets import build_datasets
 from megatron_fanformer.data.fingerprint import fingerprint_data
-from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError
 from megatron_fanformer.evaluate.config import PerplexityConfig
 from megatron_fanformer.evaluate.perplexity_sets import find_sets
@@ -186,11 +184,8 @@ def test_a_server_without_ranges_is_an_error_at_once(folder: Path, tmp_path: Pat
         check_files(config_of(url, tmp_path / "cache"))
 
 
-def test_a_store_that_stays_down_ends_the_run_with_one_line(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_store_that_stays_down_ends_the_run_with_one_line(folder: Path, tmp_path: Path) -> None:
     plan = Plan()
-    monkeypatch.setattr(remote_files, "_warned_at", -1e9)
     with planned(folder, plan) as url:
         train = train_set(config_of(url, tmp_path / "cache"))
         plan._share = 1.0
@@ -198,7 +193,6 @@ def test_a_store_that_stays_down_ends_the_run_with_one_line(
             train[1]
     assert type(raised.value) is FanformerError and raised.value.exit_code == 1
     assert url in str(raised.value) and "\n" not in str(raised.value)
-    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
 
 
 def test_no_right_at_the_start_is_an_input_error_and_shows_no_secret(folder: Path, tmp_path: Path) -> None:
@@ -270,36 +264,6 @@ def test_perplexity_sets_are_those_of_the_local_files(
     with planned(folder) as url:
         for fields in ({}, {"chunking": "documents", "eod_id": 5}):
             assert read(url, **fields) == read(folder, **fields)
-
-
-def test_a_tokenizer_is_fetched_for_each_version_of_it_and_its_template(
-    folder: Path, tmp_path: Path, small_tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    shutil.copy(small_tokenizer_file, folder / "own.model")
-    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    with planned(folder) as url:
-
-        def fetched() -> Path:
-            remote_files.forget()
-            return load_tokenizer(f"{url}/own.model").path
-
-        first = fetched()
-        assert first.read_bytes() == small_tokenizer_file.read_bytes() and first.name == "own.model"
-        assert (first.parent / "tokenizer_config.json").exists() and fetched() == first
-        config = config_of(url, tmp_path / "cache", tokenizer=f"{url}/own.model")
-        local = config_of(folder, tmp_path / "cache", tokenizer=str(small_tokenizer_file))
-        assert not config.problems()
-        tokenizers = [fingerprint_data(each, check_files(each, VOCAB_SIZE)).tokenizer for each in (config, local)]
-        assert tokenizers[0] == tokenizers[1]
-        for name, line in {"none.model": "does not exist", "": "does not name a file"}.items():
-            with pytest.raises(InputError, match=line):
-                load_tokenizer(f"{url}/{name}")
-        (folder / "chat_template.jinja").write_text("corrected")
-        corrected = fetched()
-        assert (corrected.parent / "chat_template.jinja").read_text() == "corrected" and corrected != first
-        (folder / "chat_template.jinja").unlink()
-        assert fetched() == first
 
 
 def test_manifests_that_may_not_be_read_count_as_none(
