@@ -261,11 +261,14 @@ def moved_names(values: Mapping[str, Any], moves: Mapping[str, str]) -> tuple[di
     """
     moved, earlier = copy.deepcopy(dict(values)), []
     for old, new in moves.items():
-        section, _, field = old.partition(".")
-        if not isinstance(moved.get(section), dict) or field not in moved[section]:
+        *sections, field = old.split(".")
+        source: Any = moved
+        for section in sections:
+            source = source.get(section) if isinstance(source, dict) else None
+        if not isinstance(source, dict) or field not in source:
             continue
         earlier.append(old)
-        value = moved[section].pop(field)
+        value = source.pop(field)
         section, _, field = new.partition(".")
         if new and not (isinstance(moved.get(section), dict) and field in moved[section]):
             moved = overlaid(moved, {new: value})

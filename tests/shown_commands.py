@@ -37,7 +37,6 @@ NOT_RUN = {
     f"{PROGRAM} convert runs/fanformer-1b-released": "the authors' checkpoint",
     f"{PROGRAM} convert merged-folder": "a model that another library has fine-tuned",
     f"{PROGRAM} evaluate --prepare": "the tasks' data",
-    f'{PROGRAM} evaluate "runs/a': "runs of the reader's own",
     f"{PROGRAM} evaluate runs/a": "runs of the reader's own",
     f"{PROGRAM} evaluate --compare": "runs of the reader's own",
     f"{PROGRAM} sweep examples/sweeps/p.yaml run": "hours",

@@ -128,10 +128,11 @@ def test_earlier_names_are_read_with_one_line_of_notice(tmp_path: Path) -> None:
 def test_every_earlier_name_is_of_a_field(tmp_path: Path) -> None:
     defaults = dataclasses.asdict(config_from_dict({**small_run("x", tmp_path), "kernels": {}, "runtime": {}}))
     for old, new in MOVED_FIELDS.items():
-        (earlier_section, earlier), (section, _, name) = old.split("."), new.partition(".")
+        (earlier_section, *inner, earlier), (section, _, name) = old.split("."), new.partition(".")
         values = {**small_run("x", tmp_path), "kernels": {}, "runtime": {}}
         kept = {} if new else values.get(earlier_section, {})
-        values[earlier_section] = {**kept, earlier: defaults[section][name] if new else True}
+        stated = {earlier: defaults[section][name] if new else True}
+        values[earlier_section] = {**kept, **({inner[0]: stated} if inner else stated)}
         config, notices = told_by(values)
         assert config.as_dict() == defaults
         assert len(notices) == 1

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -51,23 +51,10 @@ class Result:
     """The error, or the signal, that ended it."""
 
 
-def run_programs(
-    programs: Sequence[Program],
-    *,
-    limits: Limits = Limits(),
-    on_result: Callable[[int], None] = lambda ended: None,
-) -> list[Result]:
-    """Run Python programs, as many at a time as there are cores, and return their results in order.
-
-    Args:
-        on_result: called after each, in order, with the number that have ended.
-    """
-    results: list[Result] = []
+def run_programs(programs: Sequence[Program], *, limits: Limits = Limits()) -> list[Result]:
+    """Run Python programs, as many at a time as there are cores, and return their results in order."""
     with ThreadPoolExecutor(usable_cores()) as pool:
-        for result in pool.map(partial(_run, limits), programs):
-            results.append(result)
-            on_result(len(results))
-    return results
+        return list(pool.map(partial(_run, limits), programs))
 
 
 def _run(limits: Limits, program: Program) -> Result:

@@ -6,18 +6,35 @@ from typing import Literal
 
 from megatron_fanformer.data.token_files import NpyType
 from megatron_fanformer.errors import InputError, broken_fields
-from megatron_fanformer.evaluate.results import Result
 from megatron_fanformer.evaluate.tasks import resolve
 from megatron_fanformer.evaluate.verb import EvaluateOptions
 from megatron_fanformer.model.layouts import Layout
 
 Group = Literal["v2-small", "v3-small"]
-Chunking = Literal["tokens", "documents", "rolling"]
+
+SETS: dict[Group, tuple[str, ...]] = {
+    "v2-small": (
+        *("4chan", "c4_100_domains", "c4_en", "gab", "ice", "m2d2_s2orc", "m2d2_wiki", "manosphere", "mc4_en"),
+        *("pile", "ptb", "twitterAEC", "wikitext_103"),
+    ),
+    "v3-small": (
+        *("c4_en", "dolma_books", "dolma_common-crawl", "dolma_pes2o", "dolma_reddit", "dolma_stack", "dolma_wiki"),
+        *("ice", "m2d2_s2orc", "pile", "wikitext_103"),
+    ),
+}
+"""The sets of the paper's groups, by OLMo's names."""
+SET_FILES: dict[Group, str] = {"v2-small": "v2_small_gptneox20b/{}/val.npy", "v3-small": "v3_small_gptneox20b/{}/val"}
+"""Files of a group's sets, by OLMo's URLs below eval-data/perplexity."""
+
+
+def set_name(group: Group, name: str) -> str:
+    """Return OLMo's name of a set of a group in its metrics."""
+    return f"{group}-{name}-validation"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PerplexityConfig:
-    """Sets of tokens whose perplexity is measured."""
+    """Sets of tokens whose perplexity is measured, each file cut into chunks as in the paper."""
 
     sets: dict[str, list[str]] = field(default_factory=dict)
     """Sets by name: prefixes of pairs, `.npy` files, globs, or folders."""
@@ -25,24 +42,27 @@ class PerplexityConfig:
     """The paper's groups of sets, in `folder`."""
     folder: str | None = None
     """Folder of the sets of `groups`, as OLMo lays them out (docs/evaluation.md#perplexity-sets)."""
-    chunking: Chunking = "tokens"
-    """`tokens`: each file cut into chunks, across documents, as in the paper; `documents`: each by itself; `rolling`:
-    every token of each, as lm-eval (docs/evaluation.md#chunks)."""
     chunk_tokens: int | None = None
-    """Tokens of a chunk, all but the first scored; with `rolling` of a window, all scored; null: `seq_length`."""
+    """Tokens of a chunk, all but the first scored; null: `seq_length`."""
     limit_tokens: int | None = None
-    """Take so many tokens from the beginning of each set, in whole pieces (with `rolling`, whole documents); null: all.
-    """
+    """Take so many tokens from the beginning of each set, in whole chunks; null: all."""
     npy_dtype: NpyType = "uint16"
     """Type of the token ids in `.npy` files without a manifest."""
-    eod_id: int | None = None
-    """The id that ends a document: with `documents` in `.npy` files, with `rolling` in all; null: the manifest's, else
-    the tokenizer's."""
 
     @property
     def is_empty(self) -> bool:
         """Return whether it names no set."""
         return not (self.sets or self.groups)
+
+    @property
+    def paths(self) -> dict[str, list[str]]:
+        """Return the paths of every set by its name, those of the groups first."""
+        of_groups = {
+            set_name(group, name): [f"{self.folder}/{SET_FILES[group].format(name)}"]
+            for group in self.groups
+            for name in SETS[group]
+        }
+        return of_groups | self.sets
 
     def problems(self) -> list[str]:
         """Return the rules of single fields that this configuration breaks, one line each; no file is looked for."""
@@ -58,8 +78,7 @@ class PerplexityConfig:
         if self.groups and self.folder is None:
             problems.append(f"{section}.groups is {', '.join(self.groups)} without a folder; set {section}.folder")
         problems += broken_fields(section, self, "be at least 2, or null", lambda count: count < 2, "chunk_tokens")
-        problems += broken_fields(section, self, "be at least 1, or null", lambda count: count < 1, "limit_tokens")
-        return problems + broken_fields(section, self, "not be negative", lambda number: number < 0, "eod_id")
+        return problems + broken_fields(section, self, "be at least 1, or null", lambda n: n < 1, "limit_tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,13 +129,11 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRequest:
-    """The options of `evaluate`, read, and checked without a model."""
+    """The options of `evaluate` that measure, checked without a model."""
 
     options: EvaluateOptions
     checkpoints: tuple[Path, ...]
     """Checkpoints to evaluate, each once, in the order of the table."""
-    compared: tuple[Path | Result, ...]
-    """Nothing, or two: results read from files, or checkpoints that are among `checkpoints`."""
     evaluation: EvaluationConfig
     """Tasks and sets to evaluate on; `tasks` may have generation tasks, and is empty for all of the request file."""
     layout: Layout

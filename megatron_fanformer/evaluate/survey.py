@@ -1,21 +1,88 @@
-"""Tasks and perplexity sets of an evaluation, found and checked once for all ranks before anything is loaded."""
+"""The tasks and perplexity sets of an evaluation, found and checked once for all ranks before torch is imported."""
 
+import glob
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from megatron_fanformer.data.fingerprint import another_tokenizer
-from megatron_fanformer.data.tokenizer import load_tokenizer, tokenizer_file
+from megatron_fanformer.data.manifest import Manifest, manifest_of
+from megatron_fanformer.data.remote_files import find, listed, side_by_side
+from megatron_fanformer.data.token_files import (
+    BIN_SUFFIX,
+    NPY_SUFFIX,
+    NpyFile,
+    NpyType,
+    bin_path,
+    idx_path,
+    npy_prefix,
+    open_npy_files,
+    read_index,
+    refuse_ids_read,
+    refuse_largest_id,
+)
+from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file
 from megatron_fanformer.durable_files import sha256_of
-from megatron_fanformer.errors import InputError, collect_problems
-from megatron_fanformer.evaluate.config import EvaluationConfig
-from megatron_fanformer.evaluate.perplexity_sets import PerplexitySet, find_sets
+from megatron_fanformer.errors import InputError, collect_problems, redacted
+from megatron_fanformer.evaluate.config import EvaluationConfig, PerplexityConfig
 from megatron_fanformer.evaluate.requests import RequestFile, TaskRequests, cut_to_context, read_requests
 from megatron_fanformer.evaluate.tasks import resolve
+from megatron_fanformer.runtime.device import cache_of
+from megatron_fanformer.stores import is_url
+
+SECTION = "evaluation.perplexity"
+CHUNKS_AT_ONCE = 64  # requested from another store
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerplexitySet:
+    """The files of a set, each cut into the paper's chunks: from its beginning, the rest dropped."""
+
+    name: str
+    files: tuple[NpyFile, ...]
+    """The `.npy` files, and the `.bin` files of pairs, which also hold nothing but ids."""
+    chunk_tokens: int
+    vocab_size: int
+    """The model's vocabulary size: ids are below it."""
+    most_tokens: int | None
+    """Take chunks from its beginning until there are so many tokens; None: all."""
+    bytes_per_token: float | None = None
+    """UTF-8 bytes of the original text per token; None if not known."""
+
+    def chunks(self) -> np.ndarray:
+        """Return [n, 2] int64: file and first token of each chunk.
+
+        Raises:
+            InputError: there is none.
+        """
+        size = self.chunk_tokens
+        starts = [np.arange(file.tokens // size, dtype=np.int64) * size for file in self.files]
+        numbers = np.repeat(np.arange(len(starts)), [len(some) for some in starts])
+        chunks = np.stack([numbers, np.concatenate(starts)], axis=1)
+        if not len(chunks):
+            raise InputError(
+                f"{self.name} holds {sum(file.tokens for file in self.files)} tokens in {len(self.files)} files and no "
+                f"chunk of {size}; set {SECTION}.chunk_tokens lower"
+            )
+        return chunks if self.most_tokens is None else chunks[: -(-self.most_tokens // size)]
+
+    def read(self, chunk: np.ndarray) -> np.ndarray:
+        """Return [chunk_tokens] int64, the ids of one row of `chunks`.
+
+        Raises:
+            CorruptError: a file holds an id outside the vocabulary.
+        """
+        number, first = map(int, chunk)
+        file = self.files[number]
+        ids = file.read(first, self.chunk_tokens)
+        refuse_ids_read(ids, self.vocab_size, file.path, first)
+        return ids.astype(np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +110,7 @@ def survey_evaluation(
         vocab_size: the model's.
         tokenizer: the one that the run's tokens were made with.
         requests: the file that `config` names, where it has been read; None: it is read here.
-        end_of_text_id: the id that ends a document by the model, for sets that do not state it.
+        end_of_text_id: the id that ends a document by the model, where that is not the tokenizer's.
 
     Raises:
         InputError: every problem, one line each.
@@ -57,32 +124,15 @@ def survey_evaluation(
         tasks = collect_problems(task_problems, partial(_tasks, config, requests, seq_length, vocab_size, tokenizer))
         problems += [f"evaluation.requests: {line}" for line in task_problems]
     if not config.perplexity.is_empty:
-        sets = collect_problems(problems, partial(_sets, config, seq_length, vocab_size, tokenizer, end_of_text_id))
+        # A tokenizer need not have an end of text to count bytes.
+        encoder = load_tokenizer(tokenizer, eod_id=end_of_text_id, needs_eod=False) if tokenizer else None
+        find_all = partial(
+            find_sets, config.perplexity, seq_length=seq_length, vocab_size=vocab_size, tokenizer=encoder
+        )
+        sets = collect_problems(problems, find_all)
     if tasks is None or sets is None:
         raise InputError("\n".join(problems))
     return EvaluationSurvey(tasks=tasks, sets=tuple(sets))
-
-
-def _sets(
-    config: EvaluationConfig, seq_length: int, vocab_size: int, tokenizer: str | None, end_of_text_id: int | None
-) -> list[PerplexitySet]:
-    sets = find_sets(
-        config.perplexity,
-        seq_length=seq_length,
-        vocab_size=vocab_size,
-        end_of_text_id=end_of_text_id,
-        # which need not have an end of text: sets that need one ask for it
-        tokenizer=load_tokenizer(tokenizer, eod_id=config.perplexity.eod_id, needs_eod=False) if tokenizer else None,
-    )
-    for perplexity_set in sets if tokenizer is not None else ():
-        stated = (file.manifest.tokenizer.sha256 for file in perplexity_set.files if file.manifest)
-        if other := another_tokenizer(stated, sha256_of(tokenizer_file(str(tokenizer))), "the model's"):
-            logger.warning(
-                "perplexity set %s was made with %s; unless both give the same ids, its perplexity says nothing",
-                perplexity_set.name,
-                other,
-            )
-    return sets
 
 
 def _tasks(
@@ -113,3 +163,112 @@ def _tasks(
         if task.cut:
             logger.info("task %s: the contexts of %d requests are cut, to %d tokens", name, task.cut, seq_length)
     return tasks
+
+
+# -- perplexity sets
+
+
+def set_problems(config: PerplexityConfig) -> list[str]:
+    """Return a line that names the paths without token files; open no file."""
+    missing = [redacted(path) for paths in config.paths.values() for path in paths if not _files_of(path)]
+    if not missing:
+        return []
+    return [
+        f"{SECTION}: {', '.join(missing)} names no token files; name a .npy file, the prefix of a .bin and .idx pair, "
+        "a folder (a URL of one ends in /) or a pattern, and copy a group's sets there"
+    ]
+
+
+def _files_of(path: str) -> list[str]:
+    """Return the .npy files and the prefixes of pairs that a file, a prefix, a folder or a glob names."""
+    if is_url(path):
+        if path.endswith("/") or (path.endswith(NPY_SUFFIX) and glob.has_magic(path)):
+            return listed(path, NPY_SUFFIX)
+        return [path] if find(path if path.endswith(NPY_SUFFIX) else f"{path}.idx") is not None else []
+    if Path(path).is_dir() and not idx_path(path).exists():
+        matches = [str(file) for file in Path(path).iterdir()]
+    elif glob.has_magic(path) and not Path(path).exists():
+        matches = glob.glob(path, recursive=True)
+    else:
+        matches = [path, f"{path}.idx", f"{path}{NPY_SUFFIX}"]
+    files = {match for match in matches if match.endswith(NPY_SUFFIX) and Path(match).is_file()}
+    pairs = {match[: -len(".idx")] for match in matches if match.endswith((".idx", ".bin"))}
+    return sorted(files | {prefix for prefix in pairs if idx_path(prefix).is_file()})
+
+
+def find_sets(
+    config: PerplexityConfig, *, seq_length: int, vocab_size: int, tokenizer: Tokenizer | None = None
+) -> list[PerplexitySet]:
+    """Return the sets of a configuration without `problems()`, opened and checked.
+
+    Args:
+        seq_length: the model's: the longest chunk that it may be given.
+        vocab_size: the model's.
+        tokenizer: gives, where a set has no manifest, how many bytes its tokens are.
+
+    Raises:
+        InputError: sets are missing, empty, or of another vocabulary; chunks are longer than the model's sequences.
+        CorruptError: a file is damaged.
+    """
+    size = config.chunk_tokens or seq_length
+    problems = set_problems(config)
+    if size > seq_length:
+        problems.append(
+            f"{SECTION}.chunk_tokens is {size}, longer than the {seq_length} tokens that the model was trained on; "
+            "set it to null, or lower"
+        )
+    if problems:
+        raise InputError("\n".join(problems))
+    sets = []
+    for name, paths in config.paths.items():
+        opened = [_open(file, config.npy_dtype) for path in paths for file in _files_of(path)]
+        files, manifests = tuple(file for file, _ in opened), [manifest for _, manifest in opened]
+        for file in files:
+            refuse_largest_id(file.max_token_id, vocab_size, file.path)
+        perplexity_set = PerplexitySet(
+            name=name, files=files, chunk_tokens=size, vocab_size=vocab_size, most_tokens=config.limit_tokens
+        )
+        if tokenizer is not None:
+            stated = (manifest.tokenizer.sha256 for manifest in manifests if manifest)
+            if other := another_tokenizer(stated, sha256_of(tokenizer.path), "the model's"):
+                logger.warning(
+                    "perplexity set %s was made with %s; unless both give the same ids, its perplexity says nothing",
+                    name,
+                    other,
+                )
+        sets.append(replace(perplexity_set, bytes_per_token=_bytes_per_token(perplexity_set, manifests, tokenizer)))
+    return sets
+
+
+def _open(path: str, npy_dtype: NpyType) -> tuple[NpyFile, Manifest | None]:
+    is_npy = path.endswith(NPY_SUFFIX)
+    if is_npy:
+        (file,) = open_npy_files([path], npy_dtype)
+    else:
+        index = read_index(path, cache=cache_of(path))
+        name = f"{path}.bin" if is_url(path) else str(bin_path(path))
+        file = NpyFile(name, index.dtype, index.tokens, None, index.remote)
+    prefix, suffix = (npy_prefix(path), NPY_SUFFIX) if is_npy else (path, BIN_SUFFIX)
+    stated = manifest_of(prefix, suffix, file.tokens * file.dtype.itemsize)
+    if stated is None:
+        return file, None
+    return replace(file, max_token_id=stated[1].max_token_id), stated[0]
+
+
+def _bytes_per_token(
+    cut: PerplexitySet, manifests: Sequence[Manifest | None], tokenizer: Tokenizer | None
+) -> float | None:
+    """Return bytes by token of all files where their manifests state both, else of the scored tokens, decoded."""
+    chunks = cut.chunks()  # raises for a set of which nothing can be scored
+    whole = [manifest for manifest in manifests if manifest and manifest.text_bytes]  # tokens without a text state 0
+    if len(whole) == len(manifests):
+        return sum(manifest.text_bytes for manifest in whole) / sum(manifest.tokens for manifest in whole)
+    if tokenizer is None:
+        return None
+    text_bytes = 0
+    for first in range(0, len(chunks), CHUNKS_AT_ONCE):
+        for ids in side_by_side(cut.read, chunks[first : first + CHUNKS_AT_ONCE]):
+            has_text = (ids < tokenizer.vocab_size) & (ids != tokenizer.eod_id)
+            text = tokenizer.decode(ids[1:][has_text[1:]].tolist())
+            text_bytes += len(text.encode(errors="replace"))
+    return text_bytes / (len(chunks) * (cut.chunk_tokens - 1)) or None

@@ -81,9 +81,6 @@ OLMES: Mapping[str, str] = {
 GENERATED: Mapping[str, str] = {"exact_match": "gsm8k", "pass@1": "humaneval mbpp"}
 """Tasks whose answer a model writes, by their default metric."""
 
-ULOGIC = "ulogic"
-"""The generated task that needs a file of its own, and so cannot be requested by name."""
-
 OWN = "own:"
 """Prefix of the names of tasks of one's own, in a request file and where one is named."""
 
@@ -147,14 +144,8 @@ TASKS: Mapping[str, Task] = {
 
 
 def _meant(name: str) -> str:
-    if name == ULOGIC:
-        return "request it from `evaluate` by --ulogic FILE"
     if is_own(name):
         return f"prepare a file of questions with `evaluate --prepare`, and name its task here as {OWN}NAME"
-    if name.lower().endswith((OWN_SUFFIX, ".json", ".ndjson")):
-        return "a file of questions, one on each line, is named .jsonl; rename it"
-    if name.endswith((".yaml", ".yml")):
-        return "export the model, and run lm-eval's task there as examples/lm-eval.sh does"
     return did_you_mean(name, [*GROUPS, *TASKS], f"the groups are {', '.join(GROUPS)}")
 
 

@@ -2,30 +2,30 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from megatron_fanformer.generate.verb import SAMPLING, SamplingConfig
 from megatron_fanformer.options import Verb, argument, command_line, count, option
 
 BATCH_TOKENS = 8192  # of a micro batch: four of the paper's chunks; their logits are made chunk by chunk
 
 MEASURED = "what to measure"
-ANSWERS = "answers that a model writes (gsm8k, humaneval, mbpp, ULogic)"
+ANSWERS = "answers that a model writes (gsm8k, humaneval, mbpp)"
 RUNTIME = "runtime"
 OUTPUT = "output"
 REQUEST_FILE = "request file"
-MODELS = ("checkpoints", "compare")
+MODELS = ("checkpoints",)
 SETS = ("perplexity",)
-TASKS = ("tasks", "requests", "ulogic")
+TASKS = ("tasks", "requests")
+GREEDY = "answers are greedy; for others export the model and use lm-eval"
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateOptions(SamplingConfig):
-    """Options of `evaluate`; the seed is also that of the bootstrap."""
+class EvaluateOptions:
+    """Options of `evaluate`."""
 
     checkpoints: tuple[str, ...] = argument((), metavar="CHECKPOINT")
-    """A run's folder (its latest checkpoint), its checkpoints/ folder (all of them) or a glob, one checkpoint, or an
-    exported Hugging Face folder."""
+    """A run's folder (its latest checkpoint), its checkpoints/ folder (all of them), one checkpoint, or an exported
+    Hugging Face folder."""
 
     tasks: tuple[str, ...] = option((), metavar="TASK", group=MEASURED)
     """Tasks, groups of tasks, or .jsonl files of your own (default: those of --requests)"""
@@ -37,24 +37,17 @@ class EvaluateOptions(SamplingConfig):
     """NAME=PATH of token files (a prefix, .npy, a folder, a glob), or the groups v2-small and v3-small."""
     perplexity_folder: str | None = option(None, metavar="FOLDER", needs=SETS, group=MEASURED)
     """Folder that holds the sets of the groups."""
-    chunking: Literal["tokens", "documents", "rolling"] = option("tokens", group=MEASURED)
-    """Cut sets into chunks of tokens as the paper, documents by themselves, or rolling windows as lm-eval, every byte
-    scored."""
     chunk_tokens: int | None = option(None, metavar="N", parse=count, needs=SETS, group=MEASURED)
     """Tokens of a chunk (default: the model's seq_length)"""
     limit_tokens: int | None = option(None, metavar="N", parse=count, needs=SETS, group=MEASURED)
-    """Take the first N tokens of each set, in whole chunks or documents (default: all)"""
+    """Take the first N tokens of each set, in whole chunks (default: all)"""
     npy_dtype: Literal["uint16", "uint32"] = option("uint16", group=MEASURED)
     """Type of the tokens in .npy files."""
     eod_id: int | None = option(None, metavar="ID", needs=(*SETS, *TASKS), group=MEASURED)
-    """The id that ends a document (default: that of a set's manifest, the export's, or the tokenizer's)"""
+    """The id that ends a document (default: the model's, or the tokenizer's)"""
 
-    ulogic: Path | None = option(None, metavar="FILE", needs=MODELS, group=ANSWERS)
-    """ULogic's rules, its probing_subset.json."""
     allow_code_execution: bool = option(False, group=ANSWERS)
     """Run the programs that a model writes, within limits of time and memory; no sandbox: use a container."""
-    num_samples: int = option(1, metavar="N", parse=count, group=SAMPLING)
-    """Answers to each document."""
     max_new_tokens: int | None = option(None, metavar="N", parse=count, group=ANSWERS)
     """The most tokens of an answer (default: the task's own)"""
 
@@ -69,12 +62,10 @@ class EvaluateOptions(SamplingConfig):
     batch_tokens: int = option(BATCH_TOKENS, metavar="N", parse=count, group=RUNTIME)
     """About how many tokens a micro batch has."""
 
-    output: Path | None = option(None, metavar="FILE", needs=MODELS, group=OUTPUT)
+    output: Path | None = option(None, metavar="FILE", needs=(*MODELS, "compare"), group=OUTPUT)
     """Write everything as JSON, as each checkpoint is done."""
-    picture: Path | None = option(None, metavar="FILE", needs=MODELS, group=OUTPUT)
-    """Draw metrics over steps, as PNG."""
-    compare: tuple[str, ...] = option((), nargs=2, metavar=("A", "B"), group=OUTPUT)
-    """Compare two results of --output, or two checkpoints: differences with 95% intervals, by paired bootstrap."""
+    compare: tuple[Path, ...] = option((), nargs=2, metavar=("A", "B"), group=OUTPUT)
+    """Compare two results of --output: differences with 95% intervals, by paired bootstrap."""
 
     prepare: Path | None = option(None, metavar="FILE", group=REQUEST_FILE)
     """Write the requests of --tasks, and end."""
@@ -82,12 +73,6 @@ class EvaluateOptions(SamplingConfig):
     """The longest request that is prepared, in tokens (default: 2048)"""
 
     command_line: tuple[str, ...] = command_line()
-
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """Return the settings by which texts are written and judged, as a result states them."""
-        names = ("allow_code_execution", "num_samples", "temperature", "top_k", "top_p", "max_new_tokens", "seed")
-        return {name: getattr(self, name) for name in names}
 
 
 EVALUATE = Verb(
@@ -103,6 +88,10 @@ EVALUATE = Verb(
         "--batches": "use --limit-tokens, which does not depend on --batch-tokens",
         "--fewshot": "write the examples into each question's context, or export the model and use lm-eval",
         "--run-code": "use --allow-code-execution, in a container: it is no sandbox",
+        "--picture": "--output has the numbers, and a run's TensorBoard those in the loop",
+        "--chunking": "sets are cut into chunks; for rolling windows export the model and use lm-eval",
+        "--ulogic": "write the rules as questions (docs/evaluation.md)",
+        **dict.fromkeys(("--num-samples", "--temperature", "--top-k", "--top-p", "--seed"), GREEDY),
     },
     results_are_files=True,
     takes_signals=True,

@@ -30,7 +30,7 @@ OF_MACHINE = {
 }
 """Fields of these that do not: where a run lies, when it pauses and measures (after its last step in any case), and how
 its machine reads and computes; a run fills in the fields that are left to the machine."""
-CUTTING = ("chunking", "chunk_tokens", "limit_tokens", "npy_dtype", "eod_id")
+CUTTING = ("chunk_tokens", "limit_tokens", "npy_dtype")
 """Fields of `evaluation.perplexity` that decide which tokens of a set are scored, and their context."""
 
 

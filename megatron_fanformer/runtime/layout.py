@@ -59,6 +59,8 @@ MOVED_FIELDS = {
     "logging.straggler_factor": "",
     "logging.straggler_interval": "",
     "training.max_restarts": "",
+    "evaluation.perplexity.chunking": "",
+    "evaluation.perplexity.eod_id": "",
 }
 """Fields of old configurations and checkpoints, and where they are now (empty: gone without a successor)."""
 

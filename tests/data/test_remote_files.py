@@ -19,7 +19,7 @@ from megatron_fanformer.data.datasets import build_datasets
 from megatron_fanformer.data.fingerprint import fingerprint_data
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError
 from megatron_fanformer.evaluate.config import PerplexityConfig
-from megatron_fanformer.evaluate.perplexity_sets import find_sets
+from megatron_fanformer.evaluate.survey import find_sets
 from tests.checkpoint.stores import needs_server, s3_server
 from tests.data.failing_stores import FORBIDDEN, REFUSED, Plan, PlannedFiles, http_server, planned
 from tests.data.token_making import VOCAB_SIZE, write_manifest, write_npy, write_pair
@@ -255,15 +255,14 @@ def test_perplexity_sets_are_those_of_the_local_files(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
 
-    def read(place: Path | str, **fields: Any) -> list[list[int]]:
+    def read(place: Path | str) -> list[list[int]]:
         sets = {"own": [f"{place}/one.npy", f"{place}/first"]}
         stated = {"seq_length": SEQ_LENGTH, "vocab_size": VOCAB_SIZE}
-        (found,) = find_sets(PerplexityConfig(sets=sets, **fields), **stated)
-        return [found.read(piece).tolist() for piece in found.pieces()]
+        (found,) = find_sets(PerplexityConfig(sets=sets), **stated)
+        return [found.read(chunk).tolist() for chunk in found.chunks()]
 
     with planned(folder) as url:
-        for fields in ({}, {"chunking": "documents", "eod_id": 5}):
-            assert read(url, **fields) == read(folder, **fields)
+        assert read(url) == read(folder)
 
 
 def test_manifests_that_may_not_be_read_count_as_none(

@@ -33,27 +33,20 @@ def other(exported_folder: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("changed", "lengths"),
-    [
-        ({"eos_token_id": 7}, [3, 7]),
-        ({"max_position_embeddings": 5}, [4, 5, 2]),
-        ({"vocab_size": 240}, [4, 6]),
-        ({}, [4, 6]),  # with another tokenizer
-    ],
+    "changed", [{"eos_token_id": 7}, {"max_position_embeddings": 5}, {"vocab_size": 240}, {}], ids=str
 )
 def test_each_checkpoint_is_measured_as_it_is_alone(
-    changed: dict[str, int], lengths: list[int], run_folder: Path, exported_folder: Path, tmp_path: Path
+    changed: dict[str, int], run_folder: Path, exported_folder: Path, tmp_path: Path
 ) -> None:
     """Of checkpoints that differ in their end of text, sequence length, vocabulary or tokenizer."""
-    np.array([1, 2, 7, 0, 3, 4, 5, 6, 8, 230], "<u2").tofile(tmp_path / "tokens.npy")
+    np.resize(np.array([1, 2, 7, 0, 3, 4, 5, 6, 8, 230], "<u2"), 300).tofile(tmp_path / "tokens.npy")
     shutil.copytree(exported_folder, other := tmp_path / "other")
     stated = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(stated | changed))
     if not changed:
         shutil.copy(write_tokenizer(tmp_path, vocab_size=200), other / "tokenizer.json")
-    sets = ["--perplexity", f"own={tmp_path / 'tokens.npy'}", "--chunking", "documents"]
+    sets = ["--perplexity", f"own={tmp_path / 'tokens.npy'}"]
     first, second, third = (job.survey.sets for job in find_jobs(asked(exported_folder, other, run_folder, *sets)).jobs)
-    assert [each.pieces()[:, 2].tolist() for (each,) in (first, second)] == [[4, 6], lengths]
     for found, path in ((first, exported_folder), (second, other), (third, run_folder)):
         (alone,) = find_jobs(asked(path, *sets)).jobs
         assert found == alone.survey.sets

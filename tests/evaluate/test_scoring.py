@@ -13,8 +13,7 @@ import torch
 from megatron_fanformer.convert.name_table import expected_shapes
 from megatron_fanformer.errors import DivergenceError
 from megatron_fanformer.evaluate import scoring
-from megatron_fanformer.evaluate.config import PerplexityConfig
-from megatron_fanformer.evaluate.perplexity_sets import SETS, PerplexitySet, find_sets, set_name
+from megatron_fanformer.evaluate.config import SETS, PerplexityConfig, set_name
 from megatron_fanformer.evaluate.results import SetResult
 from megatron_fanformer.evaluate.rows import EMPTY, batches_of_rows
 from megatron_fanformer.evaluate.scoring import (
@@ -26,6 +25,7 @@ from megatron_fanformer.evaluate.scoring import (
     set_result,
     task_metrics,
 )
+from megatron_fanformer.evaluate.survey import PerplexitySet, find_sets
 from megatron_fanformer.evaluate.tasks import OF_CHOICES, OF_ONE_ANSWER
 from megatron_fanformer.hf import FANformerForCausalLM
 from megatron_fanformer.model.build import build_stages
@@ -312,14 +312,8 @@ def random_tensors() -> dict[str, torch.Tensor]:
 
 
 def sets(folder: Path) -> list[PerplexitySet]:
-    """The same tokens by each way of cutting: documents shorter and longer than a chunk."""
-    found = []
-    for chunking, chunk_tokens in (("tokens", None), ("documents", 21), ("rolling", 21)):
-        config = PerplexityConfig(
-            sets={chunking: [str(folder / "tokens")]}, chunking=chunking, chunk_tokens=chunk_tokens, eod_id=0
-        )
-        found += find_sets(config, seq_length=SET_MODEL.seq_length, vocab_size=SET_MODEL.vocab_size)
-    return found
+    config = PerplexityConfig(sets={"own": [str(folder / "tokens")]}, chunk_tokens=21)
+    return find_sets(config, seq_length=SET_MODEL.seq_length, vocab_size=SET_MODEL.vocab_size)
 
 
 @pytest.fixture(scope="module")
@@ -343,16 +337,15 @@ def test_the_perplexity_is_that_of_transformers(folder: Path, tmp_path: Path, ru
     (found,) = run_on_ranks(1, measured, folder)
     export_huggingface(SET_MODEL, random_tensors(), tmp_path / "export", dtype=torch.float32)
     model = FANformerForCausalLM.from_pretrained(tmp_path / "export")
-    for each in sets(folder):
-        losses: list[float] = []
-        for piece in each.pieces():
-            ids = torch.from_numpy(each.read(piece))
-            with torch.no_grad():
-                logits = model(ids[None]).logits[0, :-1].double()
-            losses += torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none").tolist()[-piece[3] :]
-        assert found[each.name].tokens == len(losses)
-        expected = math.exp(np.mean(losses))
-        assert found[each.name].perplexity == pytest.approx(expected, rel=SAME_PERPLEXITY)
+    (own,) = sets(folder)
+    losses: list[float] = []
+    for chunk in own.chunks():
+        ids = torch.from_numpy(own.read(chunk))
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0, :-1].double()
+        losses += torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none").tolist()
+    assert found["own"].tokens == len(losses)
+    assert found["own"].perplexity == pytest.approx(math.exp(np.mean(losses)), rel=SAME_PERPLEXITY)
 
 
 def test_a_groups_mean_is_that_of_perplexities() -> None:

@@ -301,7 +301,6 @@ def test_what_a_sweep_decides_itself_is_refused(tmp_path: Path, tokens: str, fie
     ("changes", "metric", "message"),
     [
         ({"evaluation.perplexity.sets": {"own": ["a", "b"]}}, "eval/own/CrossEntropyLoss", r"sets\.own \['a'\], and"),
-        ({"evaluation.perplexity.chunking": "documents"}, "eval/own/CrossEntropyLoss", "chunking tokens, and"),
         ({"evaluation.perplexity.chunk_tokens": 8}, "eval/own/CrossEntropyLoss", "chunk_tokens None, and"),
         ({"evaluation.perplexity.limit_tokens": None}, "eval/own/CrossEntropyLoss", "limit_tokens 9, and"),
         ({"evaluation.batch_tokens": 32}, "eval/own/CrossEntropyLoss", None),
