@@ -14,27 +14,12 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from .configuration_fanformer import FANformerConfig
 from .modeling_fanformer import FANformerForCausalLM, FANformerModel, FANformerPreTrainedModel
 
-__all__ = [
-    "FANformerConfig",
-    "FANformerForCausalLM",
-    "FANformerModel",
-    "FANformerPreTrainedModel",
-    "register_auto_classes",
-]
+__all__ = ["FANformerConfig", "FANformerForCausalLM", "FANformerModel", "FANformerPreTrainedModel"]
 
-
-def register_auto_classes() -> None:
-    """Make the model type `fanformer` known to AutoConfig, AutoModel and AutoModelForCausalLM; repeatable.
-
-    It also marks the classes for `save_pretrained`, which then copies their code next to the weights: a
-    fine-tuned model opens with `trust_remote_code=True` where this package is not installed.
-    """
-    AutoConfig.register(FANformerConfig.model_type, FANformerConfig, exist_ok=True)
-    FANformerConfig.register_for_auto_class()
-    AutoModel.register(FANformerConfig, FANformerModel, exist_ok=True)
-    FANformerModel.register_for_auto_class("AutoModel")
-    AutoModelForCausalLM.register(FANformerConfig, FANformerForCausalLM, exist_ok=True)
-    FANformerForCausalLM.register_for_auto_class("AutoModelForCausalLM")
-
-
-register_auto_classes()
+# `register_for_auto_class` makes `save_pretrained` copy the code, so that a fine-tuned model opens with it alone
+# (`trust_remote_code=True`) where this package is not installed.
+AutoConfig.register(FANformerConfig.model_type, FANformerConfig, exist_ok=True)
+FANformerConfig.register_for_auto_class()
+for _auto, _model in ((AutoModel, FANformerModel), (AutoModelForCausalLM, FANformerForCausalLM)):
+    _auto.register(FANformerConfig, _model, exist_ok=True)
+    _model.register_for_auto_class(_auto.__name__)

@@ -73,17 +73,6 @@ def test_continuous_batching_generates_what_its_prompts_do_alone(fields):
     assert [answer.generated_tokens for answer in answers.values()] == alone
 
 
-@torch.no_grad()
-def test_beams_are_the_likeliest_of_their_width():
-    """Two tokens with as many beams as tokens are an exhaustive search."""
-    model, ids = build(vocab_size=7), 1 + some_ids(1) % 6  # 0 would be padding
-    beams = model.generate(ids, max_new_tokens=2, num_beams=7, **GREEDY)
-    first = model(ids).logits[0, -1].log_softmax(-1)
-    pairs = torch.cat([ids.expand(7, -1), torch.arange(7)[:, None]], dim=1)
-    both = first[:, None] + model(pairs).logits[:, -1].log_softmax(-1)
-    assert beams[0, -2] * 7 + beams[0, -1] == both.argmax()
-
-
 @pytest.mark.parametrize(
     "drafts",
     [
@@ -98,14 +87,6 @@ def test_assisted_generation_is_greedy_generation(drafts):
     assisted = model.generate(ids, max_new_tokens=8, **GREEDY, **{name: make() for name, make in drafts.items()})
     assert torch.equal(assisted, model.generate(ids, max_new_tokens=8, **GREEDY))
     assert model.config.num_hidden_layers == 3
-
-
-def test_generation_stops_at_the_end_of_text():
-    model, ids = build(), some_ids(1)
-    unbounded = model.generate(ids, max_new_tokens=8, **GREEDY)[0, 11:]
-    stop = unbounded[3].item()
-    stopped = model.generate(ids, max_new_tokens=8, eos_token_id=stop, **GREEDY)
-    assert stopped[0, -1] == stop and len(stopped[0]) <= 11 + 4
 
 
 @pytest.mark.full
