@@ -34,6 +34,7 @@ TYPES: dict[Any, tuple[str, str]] = {
     bool: ("true or false", "true or false"),
     str: ("text", "text"),
     NoneType: ("null", "null"),
+    Any: ("a value", "values"),
 }
 """The name of each type, and of many of it."""
 MOST_SHOWN = 80  # characters of a wrong value
@@ -126,7 +127,7 @@ def _type_name(hint: Any, *, many: bool = False) -> str:
     if kind in (list, tuple):
         return f"{'lists' if many else 'a list'} of {_type_name(parts[0], many=True)}"
     if kind is dict:
-        return f"a mapping of names to {_type_name(parts[1], many=True)}"
+        return f"{'mappings' if many else 'a mapping'} of names to {_type_name(parts[1], many=True)}"
     return f"a section with keys such as {dataclasses.fields(hint)[0].name}" if _is_section(hint) else TYPES[hint][many]
 
 

@@ -30,7 +30,6 @@ NOT_RUN = {
     f"{PROGRAM} merge runs/decay": "runs/decay",
     f"{PROGRAM} prepare s3://": "another store",
     f"{PROGRAM} prepare chats/": "chats",
-    f"{PROGRAM} prepare --chat runs/holes": "the conversations of an experiment of hours",
     f"{PROGRAM} chat": "a model that was fine-tuned on chats",
     "cat questions.txt": "a model that was fine-tuned on chats",
     f"{PROGRAM} convert FANformer-1B": "the authors' checkpoint",

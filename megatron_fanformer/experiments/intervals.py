@@ -71,21 +71,11 @@ def ratio_mean(values: Sequence[float]) -> Mean:
     return Mean(math.exp(mean), None if interval is None else (math.exp(interval[0]), math.exp(interval[1])))
 
 
-def below(interval: Interval | None, none: float) -> bool | None:
-    """Return whether the whole interval is below "no difference", the rule of every decrease; None without one."""
-    return None if interval is None else interval[1] < none
-
-
-def above(interval: Interval | None, none: float) -> bool | None:
-    """Return whether the whole interval is above "no difference"; None without one."""
-    return None if interval is None else interval[0] > none
-
-
-def too_little(*, seeds: int, steps: int, fewest_seeds: int = FEWEST_SEEDS, fewest_steps: int = FEWEST_STEPS) -> str:
+def too_little(*, seeds: int, steps: int) -> str:
     """Describe why so many seeds and steps show nothing, whatever the numbers say; empty where they can."""
-    if seeds < fewest_seeds:
-        return f"{seeds} {'seed is' if seeds == 1 else 'seeds are'} fewer than {fewest_seeds}: inconclusive"
-    return f"{steps:,} steps are fewer than {fewest_steps:,}: inconclusive" if steps < fewest_steps else ""
+    if seeds < FEWEST_SEEDS:
+        return f"{seeds} {'seed is' if seeds == 1 else 'seeds are'} fewer than {FEWEST_SEEDS}: inconclusive"
+    return f"{steps:,} steps are fewer than {FEWEST_STEPS:,}: inconclusive" if steps < FEWEST_STEPS else ""
 
 
 def p_value(values: Sequence[float]) -> float:
@@ -122,12 +112,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 class Curve(NamedTuple):
-    """L(x) = E + A·x^(−α), in nats per token."""
+    """L(x) = E + A·x^(−α), in nats per token; E and A are not negative."""
 
     e: float
-    """The loss that remains at any size, E."""
     a: float
-    """The factor A, not negative."""
     alpha: float
 
     def loss(self, x: Any) -> Any:
@@ -141,13 +129,6 @@ class Fit(NamedTuple):
     curve: Curve
     draws: np.ndarray
     """[draws, 3]: E, A and α of the bootstrap's curves; no rows where there are too few points for an interval."""
-    residual: float
-    """Root mean square distance of the points from the curve, in nats per token."""
-
-    @property
-    def intervals(self) -> list[Interval] | None:
-        """Return the intervals of E, A and α; None where there are too few points."""
-        return [_interval(column) for column in self.draws.T] if len(self.draws) else None
 
 
 class Saving(NamedTuple):
@@ -162,36 +143,29 @@ class Saving(NamedTuple):
 
 
 def fit_together(
-    xs: Sequence[Sequence[float]],
-    losses: Sequence[Sequence[float]],
-    *,
-    paired: bool,
-    seed: int = 0,
-    draws: int = DRAWS,
+    xs: Sequence[Sequence[float]], losses: Sequence[Sequence[float]], *, seed: int = 0, draws: int = DRAWS
 ) -> list[Fit]:
     """Fit a curve through each set of points.
 
+    The sets' points are of the same sizes and seeds, in the same order: their residuals are drawn together, since runs
+    of one seed see the same samples.
+
     Args:
-        xs: parameters or tokens of each set's points, three different ones at least.
+        xs: [k, n], parameters or tokens of each set's points, three different ones at least.
         losses: of the same points.
-        paired: whether the sets' points are of the same sizes and seeds, in the same order: their residuals are drawn
-            together, since runs of one seed see the same samples.
     """
-    generator = np.random.default_rng(seed)
-    together = generator.integers(len(xs[0]), size=(draws, len(xs[0]))) if paired else None
+    n = len(xs[0])
+    drawn = np.random.default_rng(seed).integers(n, size=(draws, n))
+    freedom = n - PARAMETERS
     fits = []
-    for x_values, loss_values in zip(xs, losses, strict=True):
-        x, loss = np.asarray(x_values, dtype=float), np.asarray(loss_values, dtype=float)
+    for x, loss in zip(np.asarray(xs, dtype=float), np.asarray(losses, dtype=float), strict=True):
         curve = Curve(*_best_curves(x, loss[None])[0].tolist())
-        fitted = curve.loss(x)
-        residuals = loss - fitted
-        freedom = len(x) - PARAMETERS
         curves = np.empty((0, PARAMETERS))
         if freedom >= LEAST_FREEDOM:
-            scale = math.sqrt(len(x) / freedom) * t_quantile(freedom) / NORMAL
-            drawn = generator.integers(len(x), size=(draws, len(x))) if together is None else together
-            curves = _best_curves(x, fitted + scale * (residuals - residuals.mean())[drawn])
-        fits.append(Fit(curve, curves, float(np.sqrt(np.mean(residuals**2)))))
+            residuals = loss - curve.loss(x)
+            scale = math.sqrt(n / freedom) * t_quantile(freedom) / NORMAL
+            curves = _best_curves(x, curve.loss(x) + scale * (residuals - residuals.mean())[drawn])
+        fits.append(Fit(curve, curves))
     return fits
 
 
@@ -203,11 +177,12 @@ def saving(baseline: Fit, other: Fit, largest: float) -> Saving:
     """
     loss = baseline.curve.loss(largest)
     share = float(_reaching(np.array([other.curve]), np.array([loss]))[0]) / largest
-    interval = None
-    if len(baseline.draws) and len(other.draws):
-        e, a, alpha = baseline.draws.T
-        interval = _interval(_reaching(other.draws, e + a * largest**-alpha) / largest)
-    return Saving(loss, share, interval)
+    if not len(baseline.draws):
+        return Saving(loss, share, None)
+    e, a, alpha = baseline.draws.T
+    shares = _reaching(other.draws, e + a * largest**-alpha) / largest
+    low, high = np.quantile(shares, (0.025, 0.975), method="nearest").tolist()
+    return Saving(loss, share, (low, high))
 
 
 def _best_curves(x: np.ndarray, losses: np.ndarray) -> np.ndarray:
@@ -238,8 +213,3 @@ def _reaching(curves: np.ndarray, losses: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore", divide="ignore"):
         x = (a / np.where(is_reached, above_e, 1.0)) ** (1 / alpha)
     return np.where(is_reached, x, np.where(above_e > 0, 0.0, np.inf))
-
-
-def _interval(values: np.ndarray) -> Interval:
-    low, high = np.quantile(values, (0.025, 0.975), method="nearest")
-    return float(low), float(high)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_fanformer.experiments.intervals import below, ratio_mean
+from megatron_fanformer.experiments.intervals import ratio_mean
 from megatron_fanformer.experiments.probe import ModSettings
 from megatron_fanformer.experiments.result import Cell, Finding, Log, Measured, Table
 from megatron_fanformer.experiments.twins import (
@@ -72,9 +72,6 @@ class Training(NamedTuple):
     batch_size: int
 
 
-# -- the models
-
-
 class OneToken(nn.Module):
     """A language model's layers on a number [b, 1] -> [b, 1], as a sequence of one token."""
 
@@ -93,12 +90,7 @@ class OneToken(nn.Module):
         return self.behind(self.layers(inputs_embeds=embedded, use_cache=False).last_hidden_state[:, 0])
 
 
-def fan_network(size: int) -> nn.Module:
-    """Return the original FAN network of two layers, on one number."""
-    return nn.Sequential(nn.Linear(1, size), FANLayer(size, F.gelu), FANLayer(size, F.gelu), nn.Linear(size, 1))
-
-
-def mlp(parameters: int) -> nn.Module:
+def _mlp(parameters: int) -> nn.Module:
     """Return an MLP of two layers with about as many parameters: 2 w² + 5 w + 1 of them, w wide."""
     width = round((math.sqrt(25 + 8 * (parameters - 1)) - 5) / 4)
     hidden = [layer for _ in range(2) for layer in (nn.Linear(width, width), nn.GELU())]
@@ -106,18 +98,19 @@ def mlp(parameters: int) -> nn.Module:
 
 
 def _models(settings: ModSettings, seed: int) -> Iterator[tuple[str, nn.Module, Training]]:
+    size = settings.control_size
     control = Training(settings.half_range, settings.control_steps, settings.control_rate, settings.batch_size)
-    fan = seeded(seed, partial(fan_network, settings.control_size))
+    fan = seeded(
+        seed,
+        lambda: nn.Sequential(nn.Linear(1, size), FANLayer(size, F.gelu), FANLayer(size, F.gelu), nn.Linear(size, 1)),
+    )
     yield FAN, fan, control
-    yield MLP, seeded(seed, partial(mlp, sum(weight.numel() for weight in fan.parameters()))), control
+    yield MLP, seeded(seed, lambda: _mlp(sum(weight.numel() for weight in fan.parameters()))), control
     of_models = Training(settings.model_half_range, settings.model_steps, settings.model_rate, settings.batch_size)
     kinds = twins(fanformer_of(settings.model_layers, settings.model_size, NUM_HEADS, vocab_size=1))
     for name, twin in ((TRANSFORMER, TRANSFORMER), (SAME_PARAMETERS, SAME_PARAMETERS), (WITHOUT_NORM, SAME_PARAMETERS)):
         model = partial(OneToken, kinds[twin], settings.model_scale, seed, has_norm=name != WITHOUT_NORM)
         yield name, seeded(seed, model), of_models
-
-
-# -- training and error
 
 
 def target(t: Tensor) -> Tensor:
@@ -149,9 +142,6 @@ def error(model: Callable[[Tensor], Tensor], low: float, high: float) -> float:
     return F.mse_loss(model(t), target(t)).item()
 
 
-# -- findings
-
-
 def _findings(errors: Errors) -> Iterator[Finding]:
     for first, second in PAIRS:
         for place in ("outside", "inside"):
@@ -164,7 +154,7 @@ def _findings(errors: Errors) -> Iterator[Finding]:
                 ours=ours,
                 interval=interval,
                 unit="ratio",
-                shows=below(interval, 1.0),
+                shows=None if interval is None else interval[1] < 1,
                 sentence=f"{place.capitalize()} the range the error of the {first} is {ours:.3g} times that of the "
                 f"{second} ({means[0]:.3g} and {means[1]:.3g} in the mean of {len(ratios)} seeds).",
             )

@@ -1,21 +1,19 @@
 """States and results of a sweep's cells, from the runs' folders; the best points of a tuned axis; cells that are due.
 
 An axis such as the learning rates may be tuned: every arm of a comparison is to have the point that suits it. The
-choice is by runs of the first seeds, and the comparison by the seeds after them: no arm is flattered by its own choice.
+choice is by runs of the first seed, and the comparison by the seeds after it: no arm is flattered by its own choice.
 """
 
-import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.errors import DivergenceError, InputError
-from megatron_fanformer.evaluate.config import PerplexityConfig
 from megatron_fanformer.experiments.cells import ENDING_EARLY, LOSS, Cell, Sweep
-from megatron_fanformer.train.config import UNSTATED, config_from_dict
+from megatron_fanformer.train.config import config_from_dict
 from megatron_fanformer.train.metrics import PERPLEXITY_LOSS_SUFFIX, read_metrics
 
 State = Literal["complete", "failed", "begun", "to come"]
@@ -25,12 +23,13 @@ DETERMINING = ("model", "data", "optimizer", "schedule", "training")
 OF_MACHINE = {
     *(f"training.{name}" for name in ("run_dir", "micro_batch_size", "eval_interval")),
     *ENDING_EARLY,
-    *(f"data.{name}" for name in ("num_workers", "cache_path")),
+    "data.num_workers",
+    "data.cache_path",
     "data.allow_change",  # of one start: the trainer itself holds a run to its data
 }
 """Fields of these that do not: where a run lies, when it pauses and measures (after its last step in any case), and how
 its machine reads and computes; a run fills in the fields that are left to the machine."""
-CUTTING = ("chunk_tokens", "limit_tokens", "npy_dtype")
+CUTTING = ("chunk_tokens", "limit_tokens", "npy_dtype", "folder")
 """Fields of `evaluation.perplexity` that decide which tokens of a set are scored, and their context."""
 
 
@@ -42,26 +41,27 @@ class Outcome:
     state: State
     step: int
     """The last step in its metrics; 0 before the first."""
-    failure: str | None
-    """The error that its last run ended with."""
-    diverged: bool
-    """True if it ended by divergence, which a too high learning rate causes again at every try."""
+    failure: list[str]
+    """The error that its last run ended with, and its exit code; nothing if there is none."""
     loss: float | None
     """The loss by the sweep's metric; None unless it is complete."""
     seconds: float
     """Time of its training steps."""
-    flops_per_second: float | None
-    """Median FLOP/s over its steps."""
+
+    @property
+    def diverged(self) -> bool:
+        """Return whether it ended by divergence, which a too high learning rate causes again at every try."""
+        return DIVERGED in self.failure[1:]
 
     def __str__(self) -> str:
         steps = f"step {self.step:,} of {self.cell.config.training.steps:,}"
         match self.state:
+            case "complete" if self.loss is None:
+                return "complete, but its last step has not the metric; remove its folder to train it again"
             case "complete":
-                if self.loss is None:
-                    return "complete, but its last step has not the metric; remove its folder to train it again"
                 return f"complete, loss {self.loss:.4f}"
             case "failed":
-                return f"failed at {steps}: {self.failure}"
+                return f"failed at {steps}: {self.failure[0]}"
             case "begun":
                 return steps
         return self.state
@@ -71,29 +71,23 @@ def outcome(sweep: Sweep, cell: Cell) -> Outcome:
     """Return the state and result of a cell."""
     metrics = read_metrics(cell.run) if (cell.run / run_folder.METRICS).exists() else []
     state: State = "begun" if metrics else "to come"
-    failure = cell.failure.read_text(encoding="utf-8").splitlines() if cell.failure.is_file() else None
+    file, failure = cell.beside(".failed"), list[str]()
     saved = run_folder.complete_checkpoints(cell.run)
     loss = None
     if saved and (run_folder.step_of(saved[-1]) or 0) >= cell.config.training.steps:  # its metrics were written before
-        state, failure = "complete", None
-        if sweep.metric == LOSS:
-            last = metrics[-sweep.config.report.average_steps :]
-            losses = [entry[LOSS] for entry in last if entry.get(LOSS) is not None]
-            loss = float(np.mean(losses)) if losses else None
-        elif metrics:
-            loss = metrics[-1].get(sweep.metric)
-    elif failure is not None:
-        state = "failed"
-    speeds = [entry["model_flops_per_second"] for entry in metrics if "model_flops_per_second" in entry]
+        state = "complete"
+        number = sweep.config.report.average_steps if sweep.metric == LOSS else 1
+        losses = [entry[sweep.metric] for entry in metrics[-number:] if entry.get(sweep.metric) is not None]
+        loss = float(np.mean(losses)) if losses else None
+    elif file.is_file():
+        state, failure = "failed", file.read_text(encoding="utf-8").splitlines()
     return Outcome(
         cell=cell,
         state=state,
         step=metrics[-1]["step"] if metrics else 0,
-        failure=failure[0] if failure else None,
-        diverged=failure is not None and DIVERGED in failure[1:],
+        failure=failure,
         loss=loss,
         seconds=sum(entry.get("step_seconds", 0.0) for entry in metrics),
-        flops_per_second=float(np.median(speeds)) if speeds else None,
     )
 
 
@@ -113,19 +107,16 @@ def _difference(cell: Cell, metric: str) -> str | None:
     file = cell.run / run_folder.CONFIG
     if not file.is_file():
         return None
-    values = run_folder.read_mapping(file)
-    with contextlib.suppress(InputError):  # of a version with other fields: compared as it stands
-        # What an earlier version's run does not state, it had as the default is.
-        values = config_from_dict(values, report=lambda _notice: None).as_dict()
+    run = config_from_dict(run_folder.read_mapping(file), report=lambda _notice: None)
     saved, planned = (
-        determining_fields(configuration) | _measuring_fields(configuration, metric)
-        for configuration in (values, cell.config.as_dict())
+        determining_fields(config.as_dict()) | _measuring_fields(config.as_dict(), metric)
+        for config in (run, cell.config)
     )
     for name, value in planned.items():
-        if (before := saved.get(name, UNSTATED.get(name))) != value:
+        if saved.get(name) != value:
             return (
-                f"{cell.run} has a run with {name} {before}, and the sweep's file makes it {value}; name another "
-                "folder, or remove that one"
+                f"{cell.run} has a run with {name} {saved.get(name)}, and the sweep's file makes it {value}; name "
+                "another folder, or remove that one"
             )
     return None
 
@@ -138,14 +129,10 @@ def determining_fields(values: Mapping[str, Any], sections: Sequence[str] = DETE
 
 def _measuring_fields(values: Mapping[str, Any], metric: str) -> dict[str, Any]:
     """Return those that decide how a perplexity set's loss is measured; other losses are by DETERMINING's alone."""
-    name = metric.removeprefix("eval/").removesuffix(PERPLEXITY_LOSS_SUFFIX)
-    if metric != f"eval/{name}{PERPLEXITY_LOSS_SUFFIX}":
+    if not metric.endswith(PERPLEXITY_LOSS_SUFFIX):
         return {}
-    perplexity = asdict(PerplexityConfig()) | ((values.get("evaluation") or {}).get("perplexity") or {})
-    files = perplexity["sets"].get(name)
-    fields = {f"sets.{name}": files, **{field: perplexity[field] for field in CUTTING}}
-    if files is None:  # it is of one of the paper's groups
-        fields["folder"] = perplexity["folder"]
+    perplexity, name = values["evaluation"]["perplexity"], metric.split("/")[1]
+    fields = {f"sets.{name}": perplexity["sets"].get(name), **{field: perplexity[field] for field in CUTTING}}
     return {f"evaluation.perplexity.{field}": value for field, value in fields.items()}
 
 
@@ -158,7 +145,7 @@ class Choice(NamedTuple):
     points: dict[str, str]
     """Its point on each of the other axes."""
     losses: dict[str, float | None]
-    """Mean loss over the seeds by the tuned axis's point; None while a run has none, or since one diverged."""
+    """Loss by the tuned axis's point; None while a run has none, or since it diverged."""
     best: str | None
     """The point of the lowest loss; None until every run there has ended, or if all of them diverged."""
 
@@ -171,21 +158,16 @@ class Choice(NamedTuple):
 
 def choices(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[Choice]:
     """Return the choice at each point of the axes that are not tuned, in the order of the cells."""
-    if sweep.config.tune is None:
-        return []
-    axis = sweep.config.tune.axis
-    tuning: dict[tuple[tuple[str, str], ...], dict[str, list[Outcome]]] = {}
+    axis = sweep.config.tune
+    tuning: dict[tuple[tuple[str, str], ...], list[Outcome]] = {}
     for outcome in outcomes:
         if outcome.cell.tunes:
             others = tuple((name, point) for name, point in outcome.cell.points.items() if name != axis)
-            tuning.setdefault(others, {}).setdefault(outcome.cell.points[axis], []).append(outcome)
+            tuning.setdefault(others, []).append(outcome)
     choices = []
-    for others, by_point in tuning.items():
-        losses: dict[str, float | None] = {}
-        for point, of_point in by_point.items():
-            known = [outcome.loss for outcome in of_point if outcome.loss is not None]
-            losses[point] = float(np.mean(known)) if len(known) == len(of_point) else None
-        have_ended = all(o.loss is not None or o.diverged for of_point in by_point.values() for o in of_point)
+    for others, of_these in tuning.items():
+        losses = {outcome.cell.points[str(axis)]: outcome.loss for outcome in of_these}
+        have_ended = all(outcome.loss is not None or outcome.diverged for outcome in of_these)
         candidates = {point: loss for point, loss in losses.items() if loss is not None}
         best = min(candidates, key=candidates.__getitem__) if have_ended and candidates else None
         choices.append(Choice(dict(others), losses, best))
@@ -196,7 +178,7 @@ def compared(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[Outcome]:
     """Return the cells that the comparisons are of: all, or those at the best points of the tuned axis."""
     if sweep.config.tune is None:
         return list(outcomes)
-    best = [{**choice.points, sweep.config.tune.axis: choice.best} for choice in choices(sweep, outcomes)]
+    best = [{**choice.points, sweep.config.tune: choice.best} for choice in choices(sweep, outcomes)]
     return [outcome for outcome in outcomes if not outcome.cell.tunes and outcome.cell.points in best]
 
 
@@ -207,19 +189,16 @@ def in_play(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 def unfinished(sweep: Sweep, playing: Sequence[Outcome]) -> list[str]:
     """Return the problems that leave a sweep without a result though nothing is due, one line each."""
-    problems = [
+    return [
         f"{outcome.cell.name} has no {sweep.metric} at its last step; remove {outcome.cell.run} to train it again"
         for outcome in playing
         if outcome.state == "complete" and outcome.loss is None
+    ] or [
+        f"all points of {sweep.config.tune} diverged{''.join(f', {point}' for point in choice.points.values())}; "
+        "add others"
+        for choice in choices(sweep, playing)
+        if choice.best is None
     ]
-    if sweep.config.tune is not None and not problems:
-        axis = sweep.config.tune.axis
-        problems = [
-            f"all points of {axis} diverged{''.join(f', {point}' for point in choice.points.values())}; add others"
-            for choice in choices(sweep, playing)
-            if choice.best is None
-        ]
-    return problems
 
 
 def due(playing: Sequence[Outcome]) -> list[Cell]:

@@ -3,7 +3,6 @@
 The paper says of FANformer that its loss falls more slowly than a Transformer's at first, and faster later on.
 """
 
-import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.configuration import by_dotted_names
 from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.experiments.intervals import Mean, mean_of, standard_error, t_quantile, too_little
+from megatron_fanformer.experiments.intervals import mean_of, standard_error, t_quantile, too_little
 from megatron_fanformer.experiments.outcomes import DETERMINING, determining_fields
 from megatron_fanformer.experiments.result import (
     README,
@@ -22,27 +21,23 @@ from megatron_fanformer.experiments.result import (
     Finding,
     Measured,
     Result,
-    as_html,
     as_markdown,
     read_result,
     write_folder,
 )
-from megatron_fanformer.experiments.variants import VARIANTS
 from megatron_fanformer.experiments.verbs import ReportOptions
-from megatron_fanformer.options import PROGRAM
+from megatron_fanformer.model.config import FANConfig
+from megatron_fanformer.model.placements import PLACEMENTS
 from megatron_fanformer.pictures import drawn
 from megatron_fanformer.runtime import device
 from megatron_fanformer.terminal import plural, show, some
 from megatron_fanformer.train.metrics import read_metrics
 
 COMPARE = "compare"
-PAGE, COMPARISON = Path("runs/report.html"), Path("runs/dynamics")  # where nothing else is named
-FOLDER = "runs"
-PAGE_SUFFIXES = (".html", ".md")
+PAGE, COMPARISON = Path("runs/report.md"), Path("runs/dynamics")  # where nothing else is named
 MOST_DEPTH = 3  # of folders below a named one
 SMOOTHED_SHARE = 0.05  # of the steps, over which a difference is averaged
 PART = 0.2  # of the steps: the first are "early", the last "late"
-PICTURE = "dynamics.png"
 NO_CLAIM = "The paper says nothing of these two; its claim is of a Transformer, named first, and a FANformer."
 SEED = "training.seed"
 COMPARED = (*DETERMINING, "kernels", "precision")
@@ -58,37 +53,26 @@ def report(options: ReportOptions) -> None:
     """
     device.prepare_libraries()
     if options.paths[:1] == (COMPARE,):
-        runs, output = [Path(path) for path in options.paths[1:]], options.output or COMPARISON
-        if len(runs) < 2:
-            named = f"; `{PROGRAM} inspect {shlex.quote(str(runs[0]))} --picture FILE` draws its losses" if runs else ""
-            number = plural(len(runs), "run")
-            raise InputError(f"{COMPARE} has {number}, and compares those of two configurations{named}")
-        show([*(finding.sentence for finding in compare_runs(runs, output).findings), f"wrote {output / README}"])
+        output = options.output or COMPARISON
+        result = compare_runs([Path(path) for path in options.paths[1:]], output)
+        show([*(finding.sentence for finding in result.findings), f"wrote {output / README}"])
         return
     page = options.output or PAGE
-    if page.suffix not in PAGE_SUFFIXES:
-        names = " or ".join(f"NAME{suffix}" for suffix in PAGE_SUFFIXES)
-        raise InputError(f"--output {page} is no page; name it {names}")
-    experiments = [(folder, read_result(folder)) for folder in _folders(options.paths or (FOLDER,))]
-    page.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(page.with_suffix(".md"), as_markdown(experiments, at=page.parent))
-    write_atomically(page.with_suffix(".html"), as_html(experiments))
-    show(finding.sentence for _, result in experiments for finding in result.findings)
-    written = f"{page.with_suffix('.html')} and {page.with_suffix('.md').name}"
-    show([f"wrote {written}, of {plural(len(experiments), 'experiment')}"])
-
-
-def _folders(named: Sequence[str]) -> list[Path]:
+    if page.suffix != ".md":
+        raise InputError(f"--output {page} is no Markdown page; name it NAME.md")
     folders: dict[Path, None] = {}
-    for folder in map(Path, named):
-        depths = range(MOST_DEPTH + 1)
-        below = [file.parent for depth in depths for file in sorted(folder.glob("*/" * depth + RESULT))]
+    for folder in map(Path, options.paths or ("runs",)):
+        below = [file.parent for depth in range(MOST_DEPTH + 1) for file in sorted(folder.glob("*/" * depth + RESULT))]
         if not below:
             raise InputError(
                 f"{folder} has no {RESULT}, nor have folders in it; name a sweep with a report, or a probe"
             )
         folders |= dict.fromkeys(below)
-    return list(folders)
+    experiments = [(folder, read_result(folder)) for folder in folders]
+    page.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(page, as_markdown(experiments, at=page.parent))
+    show(finding.sentence for _, result in experiments for finding in result.findings)
+    show([f"wrote {page}, of {plural(len(experiments), 'experiment')}"])
 
 
 # -- two runs, or two of several seeds each
@@ -107,17 +91,6 @@ class Dynamics(NamedTuple):
     is_the_papers: bool
     """True if A is a Transformer and B the paper's FANformer."""
 
-    @property
-    def window(self) -> int:
-        """Return the number of steps that are averaged in the picture."""
-        return max(1, round(SMOOTHED_SHARE * len(self.steps)))
-
-    def part(self, *, late: bool) -> Mean:
-        """Return the mean difference over the first, or the last, fifth of the steps, with its interval over seeds."""
-        count = max(1, round(PART * len(self.steps)))
-        chosen = self.differences[:, -count:] if late else self.differences[:, :count]
-        return mean_of(chosen.mean(axis=1).tolist())
-
 
 def compare_runs(runs: Sequence[Path], output: Path) -> Result:
     """Compare runs, and write result.json, a picture and README.md into a folder.
@@ -133,12 +106,11 @@ def compare_runs(runs: Sequence[Path], output: Path) -> Result:
         "runs": [str(run) for run in runs],
         "A": dynamics.names[0],
         "B": dynamics.names[1],
-        "smoothed over steps": dynamics.window,
         "early and late, share of the steps": PART,
     }
     measured = Measured(
         findings=list(_findings(dynamics)),
-        pictures={PICTURE: drawn(lambda panels: _draw(panels[0, 0], dynamics))},
+        pictures={"dynamics.png": drawn(lambda panels: _draw(panels[0, 0], dynamics))},
         seconds=sum(entry.get("step_seconds", 0.0) for run in runs for entry in read_metrics(run)),
     )
     return write_folder(output, "training dynamics", settings, measured)
@@ -153,18 +125,14 @@ def read_dynamics(runs: Sequence[Path]) -> Dynamics:
     sides: list[dict[int, Path]] = []
     configurations: list[dict[str, Any]] = []
     for run in runs:
-        if not (run / run_folder.CONFIG).is_file():
-            raise InputError(f"{run} is no run's folder: it has no {run_folder.CONFIG}; name runs")
-        values = run_folder.read_mapping(run / run_folder.CONFIG)
-        fields = by_dotted_names(determining_fields(values, COMPARED))
+        if not (run / run_folder.METRICS).is_file():
+            raise InputError(f"{run} is no run's folder: it has no {run_folder.METRICS}; name runs that have begun")
+        fields = by_dotted_names(determining_fields(run_folder.read_mapping(run / run_folder.CONFIG), COMPARED))
         seed = fields.pop(SEED)
         if fields not in configurations:
             configurations.append(fields)
             sides.append({})
-        side = sides[configurations.index(fields)]
-        if seed in side:
-            raise InputError(f"{run} and {side[seed]} are of the same configuration and seed; name one of them")
-        side[seed] = run
+        sides[configurations.index(fields)][seed] = run
     names = sorted({name for fields in configurations for name in fields})
     differing = [name for name in names if len({repr(fields.get(name)) for fields in configurations}) > 1]
     if len(sides) != 2:
@@ -174,56 +142,54 @@ def read_dynamics(runs: Sequence[Path]) -> Dynamics:
     seeds = sorted(sides[0].keys() & sides[1].keys())
     if not seeds:
         raise InputError("the two configurations have no seed in common; name runs of the same seeds")
-    losses = [[_losses(side[seed]) for seed in seeds] for side in sides]
-    steps = sorted(set.intersection(*(set(of_run) for of_side in losses for of_run in of_side)))
+    # Skipped steps have no loss, and null is one that is not finite.
+    losses = [
+        {entry["step"]: entry for entry in read_metrics(side[seed]) if entry.get("loss") is not None}
+        for side in sides
+        for seed in seeds
+    ]
+    steps = sorted(set.intersection(*(set(of_run) for of_run in losses)))
     if not steps:
         raise InputError("the runs have no step in common; name runs that have begun")
-    tokens = {of_run[steps[0]][1] for of_side in losses for of_run in of_side}
+    tokens = {of_run[steps[0]]["tokens"] for of_run in losses}
     if len(tokens) > 1:
         raise InputError(
             f"step {steps[0]} ends after {sorted(tokens)} tokens in these runs; name runs of equal batches"
         )
-    a, b = (np.array([[of_run[step][0] for step in steps] for of_run in of_side]) for of_side in losses)
-    models = [_papers_name(fields) for fields in configurations]
+    a, b = np.array([[of_run[step]["loss"] for step in steps] for of_run in losses]).reshape(2, len(seeds), -1)
     return Dynamics(
         names=[", ".join(f"{name} {fields.get(name)}" for name in differing) for fields in configurations],
         seeds=seeds,
         steps=np.array(steps),
         differences=b - a,
-        is_the_papers=models == ["transformer", "fanformer"],
+        is_the_papers=[_papers_name(fields) for fields in configurations] == ["transformer", "fanformer"],
     )
 
 
 def _papers_name(fields: dict[str, Any]) -> str | None:
     """Return which of the two models that the paper's claim is of has these fields; None for its other variants."""
-    papers = VARIANTS["fanformer"]
+    papers = FANConfig()
     placement, activation, p_ratio = (
         fields.get(f"model.fan.{name}", getattr(papers, name)) for name in ("placement", "activation", "p_ratio")
     )
-    if placement == VARIANTS["transformer"].placement:
+    if not PLACEMENTS[placement].is_fanformer:
         return "transformer"
     return "fanformer" if (placement, activation) == (papers.placement, papers.activation) and p_ratio > 0 else None
 
 
-def _losses(run: Path) -> dict[int, tuple[float, int]]:
-    """Return loss and tokens so far, by step; skipped steps have none, and null is one that is not finite."""
-    try:
-        metrics = read_metrics(run)
-    except FileNotFoundError:
-        raise InputError(f"{run} has no {run_folder.METRICS}; name runs that have begun") from None
-    return {entry["step"]: (entry["loss"], entry["tokens"]) for entry in metrics if entry.get("loss") is not None}
-
-
 def _findings(dynamics: Dynamics) -> Iterator[Finding]:
-    for late, name, sign, claim in ((False, "early", 1, "higher at first"), (True, "late", -1, "lower at the end")):
-        value, interval = dynamics.part(late=late)
-        side = "above" if sign > 0 else "below"
+    count = max(1, round(PART * len(dynamics.steps)))
+    for name, part, side, claim in (
+        ("early", dynamics.differences[:, :count], "above", "higher at first"),
+        ("late", dynamics.differences[:, -count:], "below", "lower at the end"),
+    ):
+        value, interval = mean_of(part.mean(axis=1).tolist())
         claim = f"The paper has FANformer's loss {claim}: it shows if the interval lies {side} 0."
         outcome = too_little(seeds=len(dynamics.seeds), steps=len(dynamics.steps))
         shows = None
         if not outcome and interval is not None:
             if dynamics.is_the_papers:
-                shows = interval[0] > 0 if sign > 0 else interval[1] < 0
+                shows = interval[0] > 0 if side == "above" else interval[1] < 0
             outcome = f"the 95% interval over {len(dynamics.seeds)} seeds is {interval[0]:+.4f} to {interval[1]:+.4f}"
         yield Finding(
             name=f"training dynamics: B's loss, less A's, {name}",
@@ -234,18 +200,17 @@ def _findings(dynamics: Dynamics) -> Iterator[Finding]:
             shows=shows,
             exploratory=not dynamics.is_the_papers,
             sentence=(
-                f"Over the {'last' if late else 'first'} {PART:.0%} of the steps the loss of B ({dynamics.names[1]}) "
-                f"is {value:+.4f} nats per token off that of A ({dynamics.names[0]}); {outcome}. "
-                f"{claim if dynamics.is_the_papers else NO_CLAIM}"
+                f"Over the {name} {PART:.0%} of the steps the loss of B ({dynamics.names[1]}) is {value:+.4f} nats per "
+                f"token off that of A ({dynamics.names[0]}); {outcome}. {claim if dynamics.is_the_papers else NO_CLAIM}"
             ),
         )
 
 
 def _draw(axes: Any, dynamics: Dynamics) -> None:
     """Draw the differences, each the mean over a window of steps, which is shorter at both ends."""
-    window = np.ones(dynamics.window)
-    counts = np.convolve(np.ones(len(dynamics.steps)), window, "same")
-    smoothed = np.array([np.convolve(row, window, "same") / counts for row in dynamics.differences])
+    width = max(1, round(SMOOTHED_SHARE * len(dynamics.steps)))
+    counts = np.convolve(np.ones(len(dynamics.steps)), np.ones(width), "same")
+    smoothed = np.array([np.convolve(row, np.ones(width), "same") / counts for row in dynamics.differences])
     for seed, row in zip(dynamics.seeds, smoothed, strict=True):
         axes.plot(dynamics.steps, row, linewidth=0.7, alpha=0.6, label=f"seed {seed}")
     if (seeds := len(dynamics.seeds)) > 1:
@@ -253,6 +218,6 @@ def _draw(axes: Any, dynamics: Dynamics) -> None:
         axes.plot(dynamics.steps, mean, color="black", label="mean")
         axes.fill_between(dynamics.steps, mean - half, mean + half, color="black", alpha=0.12, label="95% interval")
     axes.axhline(0, color="gray", linestyle="--", linewidth=1)
-    axes.set(xlabel="step", ylabel=f"loss of B − A, nats per token, mean of {dynamics.window} steps")
+    axes.set(xlabel="step", ylabel=f"loss of B − A, nats per token, mean of {width} steps")
     axes.set_title(f"A: {dynamics.names[0]}\nB: {dynamics.names[1]}", fontsize="small")
     axes.legend()

@@ -1,15 +1,13 @@
-"""The result of an experiment in its folder, and one page for one or many, as Markdown and as self-contained HTML.
+"""The result of an experiment in its folder, and a Markdown page of one or many.
 
 An experiment's folder has its pictures, README.md, and result.json, which is written last, so that a folder that has
-it is whole; it is all that `report` reads. The page has of each finding the paper's figure, ours with its interval,
-whether the settings were the paper's, and a sentence with the conclusion.
+it is whole; it is all that `report` reads. The page has of each finding the paper's figure, ours with its interval, and
+a sentence with the conclusion.
 """
 
-import base64
-import html
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -19,14 +17,13 @@ from urllib.parse import quote
 import msgspec
 
 from megatron_fanformer import markdown
-from megatron_fanformer.durable_files import regular_file, write_atomically
+from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.markdown import as_text
 from megatron_fanformer.processes import usable_cores
 
 RESULT, README = "result.json", "README.md"
 VERSION = 1
-MOST_BYTES = 1 << 26
 
 Cell = str | int | float | bool | None
 """A cell of a table."""
@@ -36,7 +33,6 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """One claim of the paper, and the result here."""
 
     name: str
-    """The measured quantity, such as `error outside the range, FAN over MLP`."""
     paper: str | None = None
     """The paper's figure or claim; None where it has none."""
     ours: float | None
@@ -45,9 +41,6 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """95% interval, low to high, with None where it has no bound; None without one, as for one seed, or where no number
     is in it."""
     unit: str
-    """Unit, such as `ratio`, `nats per token`, `%`."""
-    same_settings: bool = False
-    """True if model, data and length were the paper's."""
     shows: bool | None
     """True if the effect shows, by a rule that was fixed beforehand; None: inconclusive."""
     exploratory: bool = False
@@ -97,18 +90,8 @@ class Measured:
     """Computing time, if earlier calls did a part; None: this call's time is all."""
 
 
-def write_folder(
-    folder: Path, experiment: str, settings: dict[str, Any], measured: Measured, files: Mapping[str, str] | None = None
-) -> Result:
-    """Write an experiment's folder, which is made if missing; return its result.
-
-    Args:
-        measured: the results, with the seconds that they took.
-        files: contents of further files, by name.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
+def write_folder(folder: Path, experiment: str, settings: dict[str, Any], measured: Measured) -> Result:
+    """Write an experiment's folder, which is made if missing; return its result."""
     import torch
 
     from megatron_fanformer.checkpoint.manifest import versions
@@ -129,9 +112,8 @@ def write_folder(
         pictures=list(measured.pictures),
     )
     folder.mkdir(parents=True, exist_ok=True)
-    contents: dict[str, str | bytes] = {**measured.pictures, **(files or {})}
-    for name, content in contents.items():
-        write_atomically(folder / name, content)
+    for name, picture in measured.pictures.items():
+        write_atomically(folder / name, picture)
     write_atomically(folder / README, as_markdown([(folder, result)], at=folder))
     write_atomically(folder / RESULT, msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
     return result
@@ -146,7 +128,7 @@ def read_result(folder: Path) -> Result:
     """
     file = folder / RESULT
     try:
-        result = msgspec.json.decode(regular_file(file, most_bytes=MOST_BYTES).read_bytes(), type=Result)
+        result = msgspec.json.decode(file.read_bytes(), type=Result)
     except OSError as error:
         raise InputError(f"{file} cannot be read ({error.strerror}); name the folder of an experiment") from None
     except msgspec.ValidationError as error:
@@ -155,9 +137,6 @@ def read_result(folder: Path) -> Result:
         raise CorruptError(f"{file} is not valid JSON ({error}); run the experiment again") from None
     if result.version != VERSION:
         raise CorruptError(f"{file}: its version is {result.version}, this program reads {VERSION}; run it again")
-    for picture in result.pictures:
-        if Path(picture).name != picture or not (folder / picture).is_file():
-            raise CorruptError(f"{file}: the picture {picture!r} is not in its folder; run the experiment again")
     return result
 
 
@@ -166,7 +145,7 @@ def read_result(folder: Path) -> Result:
 Experiments = Sequence[tuple[Path, Result]]
 """Experiments' folders and their results."""
 
-FINDING_COLUMNS = ("finding", "paper", "ours", "95% interval", "settings", "the effect")
+FINDING_COLUMNS = ("finding", "paper", "ours", "95% interval", "the effect")
 CAVEATS = (
     "An interval is over the seeds or the samples of this experiment, not over data sets, sizes or recipes.",
     "Of twenty effects that are not there, one shows at 95%: a page of many findings is to be read with that in mind.",
@@ -180,11 +159,6 @@ CAVEATS = (
     "(27.84).",
 )
 """Caveats that every report must state."""
-_STYLE = (
-    "body{font:16px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
-    "table{border-collapse:collapse;font-size:85%;display:block;overflow-x:auto}"
-    "td,th{border:1px solid #ccc;padding:.2em .5em;text-align:left}img{max-width:100%}"
-)
 
 
 def as_markdown(experiments: Experiments, *, at: Path) -> str:
@@ -193,73 +167,36 @@ def as_markdown(experiments: Experiments, *, at: Path) -> str:
     Args:
         at: the folder that it is written to; pictures are named from there.
     """
-    lines: list[str] = []
-    for kind, content in _blocks(experiments):
-        match kind:
-            case "title" | "heading":
-                lines += [f"{'#' if kind == 'title' else '##'} {as_text(content)}", ""]
-            case "items":
-                lines += [*(f"- {as_text(item)}" for item in content), ""]
-            case "text":
-                lines += [as_text(content), ""]
-            case "picture":
-                target = quote(os.path.relpath(content, at))
-                lines += [f"![{as_text(content.name)}]({target})", ""]
-            case "table":
-                rows = ([as_text(shown(cell)) for cell in row] for row in content.rows)
-                table = markdown.table([as_text(column) for column in content.columns], rows)
-                lines += [f"**{as_text(content.title)}**", "", table, ""]
-    return "\n".join(lines)
-
-
-def as_html(experiments: Experiments) -> str:
-    """Return the page as HTML, its pictures in it."""
-    lines = ['<!doctype html><html lang="en"><meta charset="utf-8"><title>The paper\'s experiments</title>']
-    lines.append(f"<style>{_STYLE}</style>")
-    for kind, content in _blocks(experiments):
-        match kind:
-            case "title" | "heading" | "text":
-                tag = {"title": "h1", "heading": "h2", "text": "p"}[kind]
-                lines.append(f"<{tag}>{html.escape(content)}</{tag}>")
-            case "items":
-                lines += ["<ul>", *(f"<li>{html.escape(item)}</li>" for item in content), "</ul>"]
-            case "picture":
-                data = base64.b64encode(content.read_bytes()).decode()
-                lines.append(f'<p><img alt="{html.escape(content.name)}" src="data:image/png;base64,{data}"></p>')
-            case "table":
-                heads = "".join(f"<th>{html.escape(name)}</th>" for name in content.columns)
-                lines += [f"<h3>{html.escape(content.title)}</h3>", f"<table><tr>{heads}</tr>"]
-                for row in content.rows:
-                    lines.append("<tr>" + "".join(f"<td>{html.escape(shown(cell))}</td>" for cell in row) + "</tr>")
-                lines.append("</table>")
-    return "\n".join([*lines, "</html>"]) + "\n"
-
-
-def _blocks(experiments: Experiments) -> Iterator[tuple[str, Any]]:
-    """Yield each block of the page: its kind, and a text, several, a picture's file or a table."""
-    yield "title", "The paper's experiments"
     rows = [_row(finding) for _, result in experiments for finding in result.findings]
-    yield "table", Table(title="Findings", columns=list(FINDING_COLUMNS), rows=rows)
+    lines = ["# The paper's experiments", "", *_table(Table(title="Findings", columns=[*FINDING_COLUMNS], rows=rows))]
     for folder, result in experiments:
-        yield "heading", result.experiment
-        yield "items", [finding.sentence for finding in result.findings]
         settings = {
-            name: ", ".join(str(shown(item)) for item in value) or "none" if isinstance(value, list) else shown(value)
+            name: ", ".join(str(shown(item)) for item in value) if isinstance(value, list) else shown(value)
             for name, value in result.settings.items()
             if not isinstance(value, dict)  # a sweep's whole configuration is in its result alone
         }
-        yield "text", f"Settings: {'; '.join(f'{name} {text}' for name, text in settings.items())}."
-        cores, processor = result.machine.get("cores", "?"), result.machine.get("processor", "?")
-        yield (
-            "text",
-            f"Measured on {cores} {'core' if cores == 1 else 'cores'} ({processor}), "
+        machine = (
+            f"Measured on {result.machine.get('cores', '?')} cores ({result.machine.get('processor', '?')}), "
             f"{result.machine.get('gpu') or 'no GPU'}, {timedelta(seconds=round(result.seconds))} of computing, "
-            f"all settings and numbers in {folder.name}/{RESULT}.",
+            f"all settings and numbers in {folder.name}/{RESULT}."
         )
-        yield from (("picture", folder / picture) for picture in result.pictures)
-        yield from (("table", table) for table in result.tables)
-    yield "heading", "What to keep in mind"
-    yield "items", CAVEATS
+        lines += [
+            *(f"## {as_text(result.experiment)}", ""),
+            *(f"- {as_text(finding.sentence)}" for finding in result.findings),
+            *("", as_text(f"Settings: {'; '.join(f'{name} {text}' for name, text in settings.items())}.")),
+            *("", as_text(machine), ""),
+        ]
+        for picture in result.pictures:
+            lines += [f"![{as_text(picture)}]({quote(os.path.relpath(folder / picture, at))})", ""]
+        for table in result.tables:
+            lines += _table(table)
+    return "\n".join([*lines, "## What to keep in mind", "", *(f"- {as_text(text)}" for text in CAVEATS), ""])
+
+
+def _table(table: Table) -> list[str]:
+    rows = ([as_text(shown(cell)) for cell in row] for row in table.rows)
+    text = markdown.table([as_text(column) for column in table.columns], rows)
+    return [f"**{as_text(table.title)}**", "", text, ""]
 
 
 def _row(finding: Finding) -> list[Cell]:
@@ -273,7 +210,6 @@ def _row(finding: Finding) -> list[Cell]:
         finding.paper or "–",
         "–" if finding.ours is None else f"{shown(finding.ours)} {finding.unit}",
         interval,
-        "the paper's" if finding.same_settings else "our own",
         "exploratory" if finding.exploratory else effect,
     ]
 

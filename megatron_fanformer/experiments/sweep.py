@@ -1,54 +1,58 @@
-"""Runs `megatron-fanformer sweep`: writes its file, lists or trains the cells, or shows their state or the report."""
+"""Runs `megatron-fanformer sweep`: lists or trains the cells of its file, or shows their state or the report.
 
-import dataclasses
+Each cell is a process `megatron-fanformer train`, or a task of a Slurm array. The state of a cell is in its run's
+folder alone, so that a sweep that is killed at any moment goes on where it was: complete cells are left out, one that
+had begun resumes from its checkpoint. A cell's process ends with the sweep's, however that ends.
+"""
+
+import functools
 import os
 import shlex
-from collections.abc import Iterator
-from typing import Any
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
-import numpy as np
 import yaml
 
-from megatron_fanformer.configuration import by_dotted_names, overlaid, read_overrides, read_values
+from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.durable_files import write_atomically
-from megatron_fanformer.errors import InputError
-from megatron_fanformer.experiments.cells import LOSS, OVERRIDDEN, Cell, Sweep, metrics_of, read_sweep, sweep_of
-from megatron_fanformer.experiments.intervals import FEWEST_SEEDS
-from megatron_fanformer.experiments.outcomes import choices, groups_of, in_play, outcomes
+from megatron_fanformer.errors import FanformerError, InputError, Interrupted
+from megatron_fanformer.experiments.cells import ENDING_EARLY, Cell, Sweep, read_sweep
+from megatron_fanformer.experiments.outcomes import choices, due, groups_of, in_play, outcome, outcomes, unfinished
 from megatron_fanformer.experiments.result import README
 from megatron_fanformer.experiments.sweep_report import MISSING, write_report
-from megatron_fanformer.experiments.sweep_run import run_sweep, write_array
-from megatron_fanformer.experiments.variants import VARIANTS, variant_like
 from megatron_fanformer.experiments.verbs import SweepOptions
-from megatron_fanformer.options import PROGRAM
 from megatron_fanformer.plan.job import training_flops_per_token
-from megatron_fanformer.plan.machines import Machine, load_machine
-from megatron_fanformer.processes import ended_by_stop_signals
+from megatron_fanformer.processes import (
+    SAVE_SIGNAL,
+    end_with_owner,
+    ended_by_stop_signals,
+    signals_held,
+    signals_to,
+    usable_cores,
+)
 from megatron_fanformer.runtime import device
 from megatron_fanformer.runtime.launch import report_stopped
-from megatron_fanformer.terminal import Row, plural, show, table
-from megatron_fanformer.train.config import RunConfig, advice, config_from_dict
+from megatron_fanformer.terminal import show, table
 
-ACTIONS = {
-    "jobs": "run",
-    "slurm": "run",
-    "gpu": "dry-run",
-    "config": "init",
-    "compare": "init",
-    "seeds": "init",
-    "overrides": "init",
-}
-"""The action that each option is for."""
-AXIS = "model"
-COMPARED = ("transformer", "fanformer")  # where nothing is named
-SUFFIXES = (".yaml", ".yml")
-HEADER = """\
-# {points}, from {base}: as many parameters, the same steps and data.
-# All have one learning rate, which may suit one of them best: `tune` finds that of each (docs/experiments.md#sweeps).
-#
-# Start: megatron-fanformer sweep {file} run
+TRAIN = (sys.executable, "-m", "megatron_fanformer", "train")
+POLL_SECONDS = 0.1
+ERROR_MARK = "megatron-fanformer: "  # the beginning of the command's errors
+SCRIPT = "array.sh"
+DIRECTIVE = "#SBATCH"
 
-"""
+
+class CellsFailed(FanformerError):
+    """Cells of a sweep ended with an error, or without a result; the exit code is the first failed one's."""
+
+    def __init__(self, message: str, exit_code: int = FanformerError.exit_code) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 def sweep(options: SweepOptions) -> None:
@@ -59,49 +63,45 @@ def sweep(options: SweepOptions) -> None:
         Interrupted: a signal stopped it.
         CellsFailed: cells failed.
     """
+    if options.jobs < 1:
+        raise InputError(f"--jobs is {options.jobs}; it must be at least 1")
     with ended_by_stop_signals(report_stopped):
         device.prepare_libraries()
-        _act(options)
+        loaded = read_sweep(options.file, needs_data=options.action == "run")
+        match options.action:
+            case "dry-run":
+                show(_plan_lines(loaded))
+            case "run" if options.slurm is not None:
+                print(f"sbatch {write_array(loaded, options.slurm)}")
+            case "run":
+                run_sweep(loaded, lambda line: show([line]), jobs=options.jobs)
+                print(f"all cells are complete; sweep {options.file} report")
+            case "status":
+                show(_status_lines(loaded))
+            case "report":
+                result = write_report(loaded)
+                missing = (row for table in result.tables if table.title == MISSING for row in table.rows)
+                show(finding.sentence for finding in result.findings)
+                show(f"no loss: {name}: {state}" for name, state in missing)
+                show([f"wrote {loaded.folder / README}"])
 
 
-def _act(options: SweepOptions) -> None:
-    if options.jobs is not None and options.jobs < 1:
-        raise InputError(f"--jobs is {options.jobs}; it must be at least 1")
-    for name, action in ACTIONS.items():
-        if getattr(options, name) not in (None, ()) and options.action != action:
-            given = options.overrides[0] if name == "overrides" else f"--{name}"
-            raise InputError(f"{given} has no effect with {options.action}; use it with {action}")
-    if options.gpus is not None and options.gpu is None:
-        raise InputError("--gpus has no effect without --gpu; add that, or leave it out")
-    if options.action == "init":
-        show(_written_lines(write_sweep(options)))
-        return
-    machine = None if options.gpu is None else load_machine(options.gpu)
-    loaded = read_sweep(options.file, needs_data=options.action == "run")
-    match options.action:
-        case "dry-run":
-            show(_plan_lines(loaded, machine, options.gpus or 1))
-        case "run" if options.slurm is not None:
-            print(f"sbatch {write_array(loaded, options.slurm)}")
-        case "run":
-            run_sweep(loaded, lambda line: show([line]), jobs=options.jobs or 1)
-            print(f"all cells are complete; sweep {options.file} report")
-        case "status":
-            show(_status_lines(loaded))
-        case "report":
-            result = write_report(loaded)
-            missing = (row for table in result.tables if table.title == MISSING for row in table.rows)
-            show(finding.sentence for finding in result.findings)
-            show(f"no loss: {name}: {state}" for name, state in missing)
-            show([f"wrote {loaded.folder / README}"])
-
-
-def _written_lines(sweep: Sweep) -> Iterator[str]:
-    config = sweep.config
-    points, seeds = plural(len(config.axes[config.report.compare]), "point"), plural(config.seeds, "seed")
-    yield f"{sweep.file}: {points} of {seeds} each, from {config.base}, compared by {sweep.metric}"
-    yield from difference_lines(sweep)
-    yield from (f"  {PROGRAM} sweep {shlex.quote(str(sweep.file))} {action}" for action in ("dry-run", "run", "report"))
+def _plan_lines(sweep: Sweep) -> Iterator[str]:
+    """Yield a row for each point, with its parameters beside the baseline's, and a line with the cost of all cells."""
+    config, done = sweep.config, outcomes(sweep)
+    compare, groups = config.report.compare, groups_of(done)
+    parameters = {tuple(group.points.values()): group.cell.parameters for group in groups}
+    rows = []
+    for points, cell, _ in groups:
+        baseline = parameters[tuple({**points, compare: config.report.baseline}.values())]
+        flops = training_flops_per_token(cell.config.model) * cell.tokens
+        more = f"{cell.parameters / baseline - 1:+.2%}"
+        rows.append((*points.values(), f"{cell.parameters:,}", more, f"{cell.tokens:,}", f"{flops:.2e}"))
+    columns = (*config.axes, "parameters", f"over {config.report.baseline}'s", "tokens", "FLOPs")
+    yield from table(columns, rows, align="l" * len(config.axes) + "rrrr")
+    yield "parameters are without embedding and head"
+    complete = sum(outcome.state == "complete" for outcome in in_play(sweep, done))
+    yield f"{config.num_cells} cells, {complete} of them complete"
 
 
 def _status_lines(sweep: Sweep) -> Iterator[str]:
@@ -109,156 +109,177 @@ def _status_lines(sweep: Sweep) -> Iterator[str]:
     yield from (f"{outcome.cell.name}: {outcome}" for outcome in in_play(sweep, done))
     for choice in choices(sweep, done):
         at = ", ".join(choice.points.values())
-        if choice.best is None:
-            yield f"{at}: its best point is chosen once its cells above have ended"
-        else:
-            edge = ", at the edge: a better one may lie beyond" if choice.is_at_the_edge else ""
-            yield f"{at}: {choice.best} is best{edge}"
+        edge = ", at the edge: a better one may lie beyond" if choice.is_at_the_edge else ""
+        best = f"{choice.best} is best{edge}"
+        yield f"{at}: {best if choice.best else 'its best point is chosen once its cells above have ended'}"
 
 
-# -- dry-run
+def run_sweep(sweep: Sweep, log: Callable[[str], None], *, jobs: int = 1, command: Sequence[str] = TRAIN) -> None:
+    """Run the cells that are not complete; those that fail are passed over, and named at the end.
 
-
-def _plan_lines(sweep: Sweep, machine: Machine | None, gpus: int) -> Iterator[str]:
-    """Yield a row for each point, with the cost of one of its cells, and a line with that of all cells."""
-    done = outcomes(sweep)
-    config, tune = sweep.config, sweep.config.tune
-    rates = [outcome.flops_per_second for outcome in done if outcome.flops_per_second is not None]
-    rate = float(np.median(rates)) if rates else None
-    planned = [(group.points, group.cell, config.tune_seeds or config.seeds) for group in groups_of(done)]
-    if tune is not None:  # the best points are not known yet: a cell of each has the same cost
-        first = next(iter(config.axes[tune.axis]))
-        at_first = [(points, cell) for points, cell, _ in planned if points[tune.axis] == first]
-        planned += [({**points, tune.axis: "the best"}, cell, config.seeds) for points, cell in at_first]
-    rows: list[Row] = []
-    total_seconds, total_flops = 0.0, 0
-    for points, cell, seeds in planned:
-        flops = training_flops_per_token(cell.config.model) * cell.tokens
-        seconds = None if rate is None else flops / rate
-        if machine is not None:
-            seconds = _seconds_on(machine, cell, gpus)
-        total_seconds += seeds * (seconds or 0.0)
-        total_flops += seeds * flops
-        numbers = (f"{cell.parameters:,}", f"{cell.tokens:,}", f"{flops:.2e}", _duration(seconds))
-        rows.append((*points.values(), str(seeds), *numbers))
-    columns = (*config.axes, "seeds", "parameters", "tokens", "FLOPs", "time")
-    yield from table(columns, rows, align="l" * len(config.axes) + "rrrrr")
-    yield from difference_lines(sweep)
-    complete = sum(outcome.state == "complete" for outcome in in_play(sweep, done))
-    time = _duration(total_seconds or None)
-    yield f"{config.num_cells} cells, {complete} of them complete; {total_flops:.2e} FLOPs, {time} one after the other"
-    if machine is not None:
-        yield f"time: by formula, on {gpus} x {machine.name}"
-    elif rate is not None:
-        yield f"time: by the {rate:.2e} FLOP/s of the steps in {sweep.folder}, without starts and evaluations"
-    else:
-        yield "time: not known before a cell has begun; --gpu estimates it for a machine"
-
-
-def difference_lines(sweep: Sweep) -> Iterator[str]:
-    """Yield how far the parameters of the compared points are from the baseline's, where other axes are the same."""
-    report = sweep.config.report
-    by_others: dict[tuple[str, ...], dict[str, int]] = {}
-    for cell in sweep.cells:
-        others = tuple(point for axis, point in cell.points.items() if axis != report.compare)
-        by_others.setdefault(others, {})[cell.points[report.compare]] = cell.parameters
-    texts: list[str] = []
-    for point in sweep.config.axes[report.compare]:
-        if point != report.baseline:
-            shares = [parameters[point] / parameters[report.baseline] - 1 for parameters in by_others.values()]
-            low, high = f"{min(shares):+.2%}", f"{max(shares):+.2%}"
-            texts.append(f"{point} {low}" if low == high else f"{point} {low} to {high}")
-    if texts:
-        yield f"parameters, without embedding and head, against {report.baseline}'s: {', '.join(texts)}"
-
-
-def _seconds_on(machine: Machine, cell: Cell, gpus: int) -> float:
-    """Return the time of a cell's steps, by formula.
+    Args:
+        log: called with a line about each cell.
+        jobs: how many run at once.
+        command: the words before `--config FILE` that train a cell.
 
     Raises:
-        InputError: the machine lacks a layout's GPUs or a number format.
+        InputError: another `sweep` runs in the folder, or it has runs of other configurations.
+        Interrupted: a signal stopped it, and the cells that were running have saved.
+        CellsFailed: cells failed, or lack the metric of the report.
     """
-    from megatron_fanformer.plan.estimate import check_formats, for_machine, job_of, problems
-    from megatron_fanformer.plan.step_time import step_time
-
-    config = for_machine(cell.config, machine)
-    lines = problems(config, gpus)
-    try:
-        check_formats(config, machine)
-    except InputError as error:
-        lines.append(str(error))
-    if lines:
-        raise InputError("\n".join(f"cell {cell.name}: {line}" for line in lines))
-    return step_time(job_of(config, gpus), machine).seconds * config.training.steps
-
-
-def _duration(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    minutes = seconds / 60
-    if minutes < 120:
-        return f"{minutes:.1f} min"
-    return f"{minutes / 60:.1f} h" if minutes < 48 * 60 else f"{minutes / 1440:.1f} days"
+    runs = _Runs(sweep, log, command, jobs)
+    with run_lock(sweep.folder), signals_to(runs.received.append):
+        while True:
+            playing = in_play(sweep, outcomes(sweep))
+            cells = [cell for cell in due(playing) if cell.name not in runs.codes]
+            if not cells:
+                break
+            runs.run(cells, first=len(playing) - len(cells) + 1)
+    failed = {name: code for name, code in runs.codes.items() if code}
+    if failed:
+        message = f"{len(failed)} of {sweep.config.num_cells} cells failed: {', '.join(failed)}; see their .log"
+        raise CellsFailed(message, next(iter(failed.values())))
+    if left := due(playing):  # their processes ended with 0
+        early = {f"{name} {value}" for cell in left for name in ENDING_EARLY if (value := cell.field(name)) is not None}
+        by = f" by {', '.join(sorted(early))}" if early else ""
+        names = ", ".join(cell.name for cell in left)
+        raise CellsFailed(f"{names} ended before the last step{by}; run the same command to continue")
+    if problems := unfinished(sweep, playing):
+        raise CellsFailed("\n".join(problems))
 
 
-# -- init
+def _write_configuration(cell: Cell) -> Path:
+    file = cell.beside(".yaml")
+    write_atomically(file, yaml.safe_dump(cell.config.as_dict(), sort_keys=False))
+    return file
 
 
-def write_sweep(options: SweepOptions) -> Sweep:
-    """Write the file that `sweep FILE init` describes, checked as `run` would check it; returns the sweep.
+class _Running(NamedTuple):
+    """A cell's process."""
+
+    cell: Cell
+    process: subprocess.Popen[bytes]
+    started: float
+    log_start: int
+    """Bytes of the cell's log that earlier processes wrote."""
+
+
+class _Runs:
+    """Processes of cells, at most `jobs` at a time, each until it ends or a signal stops it."""
+
+    def __init__(self, sweep: Sweep, log: Callable[[str], None], command: Sequence[str], jobs: int) -> None:
+        self.received: deque[signal.Signals] = deque()
+        self.codes: dict[str, int] = {}
+        """Exit codes of ended cells, by name; 1 for a killed one."""
+        self._sweep, self._log, self._command, self._jobs = sweep, log, command, jobs
+        self._running: list[_Running] = []
+        self._is_stopped = False
+
+    def run(self, cells: Sequence[Cell], *, first: int) -> None:
+        """Run cells, numbered from `first`, to their ends. Raises Interrupted once a signal has stopped them."""
+        waiting = deque(enumerate(cells, first))
+        try:
+            while (waiting and not self._is_stopped) or self._running:
+                while waiting and len(self._running) < self._jobs and not self._is_stopped:
+                    self._start(*waiting.popleft())
+                while self.received:
+                    self._pass_on(self.received.popleft())
+                for running in list(self._running):
+                    if running.process.poll() is not None:
+                        self._running.remove(running)
+                        self._end(running, running.process.returncode)
+                time.sleep(POLL_SECONDS)
+        finally:
+            for running in self._running:
+                running.process.kill()
+                running.process.wait()
+        if self._is_stopped:
+            raise Interrupted("stopped; cells that had begun go on where they were: run the same command to continue")
+
+    def _start(self, number: int, cell: Cell) -> None:
+        self._log(f"[{number}/{self._sweep.config.num_cells}] {cell.name}")
+        command = [*self._command, *_thread_options(cell, self._jobs), "--config", str(_write_configuration(cell))]
+        cell.beside(".failed").unlink(missing_ok=True)
+        with cell.beside(".log").open("ab") as log, signals_held():  # the child holds them until it listens
+            log_start = log.tell()
+            process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # a terminal's signals are for this process, which passes them on
+                preexec_fn=functools.partial(end_with_owner, os.getpid()),
+            )
+        self._running.append(_Running(cell, process, time.monotonic(), log_start))
+
+    def _pass_on(self, number: signal.Signals) -> None:
+        self._is_stopped |= number != SAVE_SIGNAL
+        for running in self._running:
+            running.process.send_signal(number if number == SAVE_SIGNAL else signal.SIGTERM)
+
+    def _end(self, ended: _Running, code: int) -> None:
+        cell = ended.cell
+        if code == Interrupted.exit_code:  # by a signal to this cell alone, which is meant for the sweep
+            self._pass_on(signal.SIGTERM)
+            return
+        if code and not self._is_stopped:
+            lines = cell.beside(".log").read_bytes()[ended.log_start :].decode(errors="replace").splitlines()
+            errors = [line.removeprefix(ERROR_MARK) for line in lines if line.startswith(ERROR_MARK)]
+            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}; see the .log"
+            write_atomically(cell.beside(".failed"), f"{errors[-1] if errors else how}\nexit code {code}\n")
+        self.codes[cell.name] = 1 if code < 0 else code
+        self._log(f"    {cell.name}: {outcome(self._sweep, cell)} ({time.monotonic() - ended.started:.0f} s)")
+
+
+def _thread_options(cell: Cell, jobs: int) -> list[str]:
+    """Return the options that give each rank its share of the cores, beside those of its cell and of the others."""
+    if jobs == 1 or cell.config.runtime.threads_per_rank is not None or device.threads_of_environment() is not None:
+        return []
+    parallel = cell.config.parallel
+    ranks = parallel.resolve_data_parallel_size(None) * parallel.model_parallel_size  # as `train` starts them
+    return ["--runtime.threads_per_rank", str(max(1, usable_cores() // (jobs * ranks)))]
+
+
+def write_array(sweep: Sweep, script: Path) -> Path:
+    """Write the configurations of the cells that are due, and a Slurm array's script; returns its path.
+
+    Args:
+        script: starts a single run from the arguments of `train`, as examples/slurm.sh does; its directives are each
+            task's.
 
     Raises:
-        InputError: the file is there, nothing measures a loss to compare, or a cell could not be trained.
+        InputError: it cannot be read or has no directives, or there is nothing left to run.
+        CellsFailed: there is nothing left to run, but cells lack the metric of the report.
     """
-    file, names = options.file, options.compare or COMPARED
-    if options.config is None:
-        raise InputError("init needs the configuration of a run; add --config RUN_YAML")
-    if file.suffix not in SUFFIXES:
-        raise InputError(f"{file} is no name for a sweep's file; name it NAME.yaml")
-    if file.exists():
-        raise InputError(f"{file} exists, and init replaces nothing; name another file")
-    if len(names) < 2 or len({*names}) < len(names) or not {*names} <= VARIANTS.keys():
-        raise InputError(f"--compare is {' '.join(names)}; name two or more of {', '.join(VARIANTS)}, each once")
-    changes = read_overrides(options.overrides, advice=advice)
-    if stray := [name for name in OVERRIDDEN if name in changes]:
-        raise InputError(f"--{stray[0]} has no effect with init: each cell has its own; leave it out")
-    base = read_values(options.config)
-    run = config_from_dict(overlaid(base, changes), report=lambda _notice: None)  # the cells report the same
-    metric = metrics_of(run)[0]
-    if metric == LOSS:
-        raise InputError(
-            f"{options.config} has no validation, by which models are compared; set data.valid_data, or data.split "
-            "such as '95,5,0'"
-        )
-    experiment = f"{names[0]} and {', '.join(names[1:])}"
-    values = {
-        "experiment": experiment,
-        "folder": str(file.with_suffix("")),
-        "base": os.path.relpath(os.path.realpath(options.config), os.path.realpath(file.parent)),  # through links, too
-        **({"changes": changes} if changes else {}),
-        "axes": {AXIS: {name: _model_changes(run, name) for name in names}},
-        "seeds": FEWEST_SEEDS if options.seeds is None else options.seeds,
-        "report": {
-            "compare": AXIS,
-            "baseline": names[0],
-            "primary": [[name, names[0]] for name in names[1:]],
-            "metric": metric,
-        },
-    }
-    sweep = sweep_of(file, values, lambda _config: base, needs_data=False)
-    # Sections as blocks, and the changes of a point on its line, as in the sweeps that ship.
-    text = yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=110, allow_unicode=True)
-    header = HEADER.format(points=experiment.capitalize(), base=values["base"], file=file)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, header + text)
-    except OSError as error:
-        raise InputError(f"{file} cannot be written ({error.strerror}); name another file") from None
-    return sweep
-
-
-def _model_changes(base: RunConfig, name: str) -> dict[str, Any]:
-    """Return the fields of the model in which a variant differs from the run's."""
-    model = variant_like(base.model, name, divided_by=base.parallel.tensor_model_parallel_size)
-    before, after = (by_dotted_names(dataclasses.asdict(config)) for config in (base.model, model))
-    return {f"model.{field}": value for field, value in after.items() if before[field] != value}
+        lines = script.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--slurm {script} cannot be read ({error}); name a script such as slurm.sh") from None
+    directives = [number for number, line in enumerate(lines) if line.startswith(DIRECTIVE)]
+    if not directives:
+        raise InputError(f"--slurm {script} has no line {DIRECTIVE}; name a script such as slurm.sh")
+    playing = in_play(sweep, outcomes(sweep))
+    cells = due(playing)
+    if not cells:
+        if problems := unfinished(sweep, playing):
+            raise CellsFailed("\n".join(problems))
+        raise InputError(f"all cells of {sweep.folder} are complete; use report")
+    sweep.folder.mkdir(parents=True, exist_ok=True)
+    first, last = directives[0], directives[-1]
+    array = [
+        *lines[:first],
+        f"# The sweep {sweep.file}: a task for each cell that was not complete.",
+        f"{DIRECTIVE} --array=0-{len(cells) - 1}",
+        *lines[first : last + 1],
+        f"cells=({shlex.join(str(_write_configuration(cell)) for cell in cells)})",
+        "cell=${cells[SLURM_ARRAY_TASK_ID]}",
+        'set -- --config "$cell" "$@"',
+        "# What status, report and the choice of a tuned axis's best point read of a failed run.",
+        "failed=${cell%.yaml}.failed",
+        'rm -f "$failed"',
+        """trap 'code=$?; case $code in 1|2|3|4) printf "exit code %s\\n" $code $code > "$failed" ;; esac' EXIT""",
+        *lines[last + 1 :],
+    ]
+    destination = sweep.folder / SCRIPT
+    write_atomically(destination, "\n".join(array) + "\n")
+    return destination

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.cells import FITTED, Sweep, SweepConfig
 from megatron_fanformer.experiments.intervals import (
@@ -32,7 +33,6 @@ from megatron_fanformer.experiments.result import Cell as TableCell
 from megatron_fanformer.experiments.result import Finding, Measured, Result, Table, write_folder
 from megatron_fanformer.pictures import drawn, set_logarithmic
 from megatron_fanformer.plan.job import training_flops_per_token
-from megatron_fanformer.terminal import plural
 
 CSV = "cells.csv"
 PICTURE = "losses.png"
@@ -42,7 +42,7 @@ CALLED = 0.05  # the adjusted p below which a primary comparison shows
 
 
 def write_report(sweep: Sweep) -> Result:
-    """Write result.json, pictures, cells.csv and README.md into the sweep's folder.
+    """Write result.json, a picture, cells.csv and README.md into the sweep's folder.
 
     Raises:
         InputError: no cell is complete.
@@ -61,7 +61,7 @@ def write_report(sweep: Sweep) -> Result:
     measured = Measured(
         findings=list(effects),
         tables=list(_tables(sweep, groups, fits, playing)),
-        pictures={PICTURE: law_picture(sweep, groups, fits) if is_fitted else points_picture(sweep, groups)},
+        pictures={PICTURE: _law_picture(sweep, groups, fits) if is_fitted else _points_picture(sweep, groups)},
         seconds=sum(outcome.seconds for outcome in playing),
     )
     settings = {
@@ -69,7 +69,8 @@ def write_report(sweep: Sweep) -> Result:
         "metric": sweep.metric,
         "first cell": sweep.cells[0].config.as_dict(),
     }
-    return write_folder(sweep.folder, sweep.config.experiment, settings, measured, {CSV: _csv(sweep, playing)})
+    write_atomically(sweep.folder / CSV, _csv(sweep, playing))
+    return write_folder(sweep.folder, sweep.config.experiment, settings, measured)
 
 
 # -- comparisons
@@ -94,7 +95,7 @@ class Comparison(NamedTuple):
 
 
 def comparisons(config: SweepConfig, groups: Sequence[Group]) -> list[Comparison]:
-    """Return all comparisons that have runs: of every point with every baseline, and of the primary pairs."""
+    """Return all comparisons that have runs: the primary pairs, and every point with the baseline."""
     made = []
     for at in itertools.product(*(config.axes[axis] for axis in config.report.by)):
         where = dict(zip(config.report.by, at, strict=True))
@@ -119,14 +120,10 @@ def comparisons(config: SweepConfig, groups: Sequence[Group]) -> list[Comparison
 def _pairs(config: SweepConfig) -> dict[tuple[str, str], bool]:
     """Return the pairs to compare, and whether each is primary: stated beforehand, or the sweep's only comparison."""
     report = config.report
-    primary = [(point, baseline) for point, baseline in report.primary]
-    pairs = list(primary)
-    seen: set[str] = set()
-    for baseline in (report.baseline, *report.other_baselines):
-        seen.add(baseline)  # two baselines are compared once
-        pairs += [(point, baseline) for point in config.axes[report.compare] if point not in seen]
-    is_only = len(pairs) * _num_places(config) == 1
-    return {pair: pair in primary or is_only for pair in dict.fromkeys(pairs)}
+    others = [(point, report.baseline) for point in config.axes[report.compare] if point != report.baseline]
+    pairs = dict.fromkeys([*report.primary, *others])
+    is_only = len(pairs) == 1 and _num_places(config) == 1
+    return {pair: pair in report.primary or is_only for pair in pairs}
 
 
 def _num_primary(config: SweepConfig) -> int:
@@ -137,26 +134,24 @@ def _num_places(config: SweepConfig) -> int:
     return math.prod(len(config.axes[axis]) for axis in config.report.by)
 
 
-def _axes_apart(config: SweepConfig) -> tuple[str, ...]:
-    """Return the axes in which paired runs may differ: the compared one, and a tuned one, whose best is each arm's."""
-    return (config.report.compare, *((config.tune.axis,) if config.tune else ()))
+def _losses_by_key(config: SweepConfig, groups: Sequence[Group], point: str) -> dict[tuple[Any, ...], tuple[Any, ...]]:
+    """Return loss and group of a point's runs, by their seed and their points on the axes in which pairs are alike."""
+    # In the compared axis, and in a tuned one, whose best is each arm's, they may differ.
+    apart = (config.report.compare, config.tune)
+    return {
+        (seed, *(value for axis, value in group.points.items() if axis not in apart)): (loss, group)
+        for group in groups
+        if group.points[config.report.compare] == point
+        for seed, loss in group.losses.items()
+    }
 
 
 def _paired_differences(config: SweepConfig, groups: Sequence[Group], pair: tuple[str, str]) -> tuple[list[float], int]:
     """Return the mean difference of a pair for each seed that has both, and the number of pairs of runs."""
-    apart = _axes_apart(config)
-    point_losses, baseline_losses = (
-        {
-            (seed, *(value for axis, value in group.points.items() if axis not in apart)): loss
-            for group in groups
-            if group.points[config.report.compare] == point
-            for seed, loss in group.losses.items()
-        }
-        for point in pair
-    )
+    of_point, of_baseline = (_losses_by_key(config, groups, point) for point in pair)
     by_seed: dict[Any, list[float]] = {}
-    for key in point_losses.keys() & baseline_losses.keys():
-        by_seed.setdefault(key[0], []).append(point_losses[key] - baseline_losses[key])
+    for key in of_point.keys() & of_baseline.keys():
+        by_seed.setdefault(key[0], []).append(of_point[key][0] - of_baseline[key][0])
     # Differences of one seed at several sizes are not independent: their mean is one value.
     means = [math.fsum(by_seed[seed]) / len(by_seed[seed]) for seed in sorted(by_seed)]
     return means, sum(map(len, by_seed.values()))
@@ -169,33 +164,28 @@ def findings(config: SweepConfig, compared: Sequence[Comparison], *, steps: int)
         steps: of the shortest cell.
     """
     report = config.report
-    number = _num_primary(config)
-    limits = {"fewest_seeds": report.fewest_seeds, "fewest_steps": report.fewest_steps}
     for comparison in sorted(compared, key=lambda comparison: not comparison.is_primary):
         point, baseline, (value, interval) = comparison.point, comparison.baseline, comparison.mean
-        outcome = too_little(seeds=comparison.seeds, steps=steps, **limits)
+        outcome = too_little(seeds=comparison.seeds, steps=steps)
         shows = None
         if not outcome and interval is not None:
-            zero = "has 0 in it" if interval[0] <= 0 <= interval[1] else "leaves 0 out"
-            outcome = f"the 95% interval, {interval[0]:+.4f} to {interval[1]:+.4f}, {zero}"
+            outcome = f"the 95% interval is {interval[0]:+.4f} to {interval[1]:+.4f}"
             if comparison.adjusted is not None:
                 shows = comparison.adjusted < CALLED and value < 0
+                number = _num_primary(config)
                 corrected = f", corrected for {number} primary comparisons (Holm)" if number > 1 else ""
                 outcome += f", p {comparison.adjusted:.2g}{corrected}"
         rule = "It is exploratory: not among the comparisons stated before the runs."
         if comparison.is_primary:
             rule = f"Stated before the runs: {point} is lower. It shows if p is below {CALLED:.0%}."
-        paper = None
-        if point in report.paper and baseline in report.paper:
-            paper = f"{report.paper[point] - report.paper[baseline]:+.3f}"
+        has_paper = point in report.paper and baseline in report.paper
         at = "".join(f", {axis} {name}" for axis, name in comparison.at.items())
         yield Finding(
             name=f"{config.experiment}: loss of {point}, less {baseline}'s{at}",
-            paper=paper,
+            paper=f"{report.paper[point] - report.paper[baseline]:+.3f}" if has_paper else None,
             ours=value,
             interval=interval,
             unit="nats per token",
-            same_settings=report.same_settings,
             shows=shows,
             exploratory=not comparison.is_primary,
             sentence=(
@@ -209,32 +199,23 @@ def findings(config: SweepConfig, compared: Sequence[Comparison], *, steps: int)
 
 
 def _fits(sweep: Sweep, groups: Sequence[Group]) -> dict[str, Fit]:
-    """Fit the losses of each point of the compared axis, but of those with too few sizes."""
-    apart = _axes_apart(sweep.config)
-    points: dict[str, list[tuple[object, float, float]]] = {}
-    for group in groups:
-        key = tuple(value for axis, value in group.points.items() if axis not in apart)
-        of_point = points.setdefault(group.points[sweep.config.report.compare], [])
-        of_point += [((key, seed), sweep.size_of(group.cell), loss) for seed, loss in group.losses.items()]
-    fitted = {
-        point: sorted(of_point, key=lambda entry: str(entry[0]))  # in one order, so that residuals are drawn together
-        for point, of_point in points.items()
-        if len({x for _, x, _ in of_point}) >= FEWEST_SIZES
-    }
-    if not fitted:
+    """Fit the losses of each point of the compared axis, over the sizes and seeds that all of them have."""
+    config = sweep.config
+    by_point = {point: _losses_by_key(config, groups, point) for point in config.axes[config.report.compare]}
+    by_point = {point: of_point for point, of_point in by_point.items() if of_point}
+    keys = sorted(set.intersection(*(set(of_point) for of_point in by_point.values())))
+    xs = [[sweep.size_of(of_point[key][1].cell) for key in keys] for of_point in by_point.values()]
+    if min(len({*of_point}) for of_point in xs) < FEWEST_SIZES:
         return {}
-    xs = [[x for _, x, _ in of_point] for of_point in fitted.values()]
-    losses = [[loss for _, _, loss in of_point] for of_point in fitted.values()]
-    paired = len({tuple(key for key, _, _ in of_point) for of_point in fitted.values()}) == 1
-    return dict(zip(fitted, fit_together(xs, losses, paired=paired), strict=True))
+    losses = [[of_point[key][0] for key in keys] for of_point in by_point.values()]
+    return dict(zip(by_point, fit_together(xs, losses), strict=True))
 
 
 def _savings(sweep: Sweep, groups: Sequence[Group], fits: dict[str, Fit], steps: int) -> Iterator[Finding]:
     report = sweep.config.report
     if report.baseline not in fits:
         return
-    seeds = min(len(group.losses) for group in groups if group.points[report.compare] in fits and group.losses)
-    short = too_little(seeds=seeds, steps=steps, fewest_seeds=report.fewest_seeds, fewest_steps=report.fewest_steps)
+    short = too_little(seeds=min(len(group.losses) for group in groups if group.losses), steps=steps)
     of_baseline = [group for group in groups if group.points[report.compare] == report.baseline and group.losses]
     largest = max(sweep.size_of(group.cell) for group in of_baseline)
     for point, fit in fits.items():
@@ -244,16 +225,9 @@ def _savings(sweep: Sweep, groups: Sequence[Group], fits: dict[str, Fit], steps:
         low, high = reached.interval or (math.inf, math.inf)
         is_finite = math.isfinite(reached.share)
         needs = f"needs {reached.share:.1%} of them" if is_finite else "does not come to that loss by its curve"
-        if short:
-            outcome = short
-        elif reached.interval is None:
+        outcome = short or f"the 95% interval is {low:.1%} to {high:.1%}"
+        if not short and reached.interval is None:
             outcome = "there are too few runs for an interval, so that this is inconclusive"
-        elif high < 1:
-            outcome = "the interval lies below 100%: a saving is shown"
-        elif low > 1:
-            outcome = "the interval lies above 100%: it needs more"
-        else:
-            outcome = "the interval has 100% in it: no saving is shown"
         yield Finding(
             name=f"{sweep.config.experiment}: {report.over} that {point} needs for {report.baseline}'s loss",
             paper=None if report.paper_saving is None else f"{report.paper_saving:.1%}",
@@ -261,7 +235,6 @@ def _savings(sweep: Sweep, groups: Sequence[Group], fits: dict[str, Fit], steps:
             # None where no number is in it
             interval=(100 * low, 100 * high if math.isfinite(high) else None) if math.isfinite(low) else None,
             unit=f"% of {report.baseline}'s {report.over}",
-            same_settings=report.same_settings,
             shows=None if short or reached.interval is None else high < 1,
             sentence=(
                 f"For the loss of {reached.loss:.4f} nats per token that {report.baseline}'s fitted curve has at "
@@ -271,7 +244,7 @@ def _savings(sweep: Sweep, groups: Sequence[Group], fits: dict[str, Fit], steps:
         )
 
 
-# -- tables
+# -- tables and pictures
 
 
 def _tables(sweep: Sweep, groups: Sequence[Group], fits: dict[str, Fit], playing: Sequence[Outcome]) -> Iterator[Table]:
@@ -287,27 +260,22 @@ def _tables(sweep: Sweep, groups: Sequence[Group], fits: dict[str, Fit], playing
         rows=rows,
     )
     if fits:
-        rows = []
-        for point, fit in fits.items():
-            bounds: Sequence[tuple[float | None, float | None]] = fit.intervals or [(None, None)] * len(fit.curve)
-            rows += [[point, *row] for row in zip(("E", "A", "α"), fit.curve, *zip(*bounds, strict=True), strict=True)]
-            rows.append([point, "residual", fit.residual, None, None])
-        title = f"E + A·x^(−α) over {config.report.over}: least squares, 95% interval by the bootstrap of residuals"
-        yield Table(title=title, columns=[config.report.compare, "of the curve", "value", "from", "to"], rows=rows)
+        title = f"E + A·x^(−α) over {config.report.over}, by least squares"
+        curves: list[list[TableCell]] = [[point, *fit.curve] for point, fit in fits.items()]
+        yield Table(title=title, columns=[config.report.compare, "E", "A", "α"], rows=curves)
     if config.tune is not None:
-        axis = config.tune.axis
-        others = [name for name in config.axes if name != axis]
+        others = [name for name in config.axes if name != config.tune]
         yield Table(
-            title=f"{sweep.metric} by {axis}, of {plural(config.tune_seeds, 'seed')} that no comparison has",
-            columns=[*others, *config.axes[axis], "best", "at the edge"],
+            title=f"{sweep.metric} by {config.tune}, of a seed that no comparison has",
+            columns=[*others, *config.axes[config.tune], "best", "at the edge"],
             rows=[
                 [*choice.points.values(), *choice.losses.values(), choice.best, choice.is_at_the_edge]
                 for choice in choices(sweep, playing)
             ],
         )
     if missing := [outcome for outcome in playing if outcome.loss is None]:
-        rows = [[outcome.cell.name, str(outcome)] for outcome in missing]
-        yield Table(title=MISSING, columns=["cell", "state"], rows=rows)
+        states: list[list[TableCell]] = [[outcome.cell.name, str(outcome)] for outcome in missing]
+        yield Table(title=MISSING, columns=["cell", "state"], rows=states)
 
 
 def _csv(sweep: Sweep, playing: Sequence[Outcome]) -> str:
@@ -318,32 +286,26 @@ def _csv(sweep: Sweep, playing: Sequence[Outcome]) -> str:
     for outcome in playing:
         cell = outcome.cell
         flops = training_flops_per_token(cell.config.model) * cell.tokens
-        loss = "" if outcome.loss is None else repr(outcome.loss)
         named = [cell.name, *cell.points.values(), cell.config.training.seed, cell.tunes]
-        writer.writerow([*named, cell.parameters, cell.tokens, flops, outcome.state, outcome.step, loss])
+        writer.writerow([*named, cell.parameters, cell.tokens, flops, outcome.state, outcome.step, outcome.loss])
     return text.getvalue()
 
 
-# -- pictures
-
-
-def law_picture(sweep: Sweep, groups: Sequence[Group], fits: dict[str, Fit]) -> bytes:
+def _law_picture(sweep: Sweep, groups: Sequence[Group], fits: dict[str, Fit]) -> bytes:
     """Return a PNG with logarithmic axes: a dot for each run, a line for each fitted curve."""
     compare = sweep.config.report.compare
 
     def draw(panels: Any) -> None:
         axes = panels[0, 0]
         for number, point in enumerate(dict.fromkeys(group.points[compare] for group in groups)):
-            of_point = [group for group in groups if group.points[compare] == point]
-            dots = [(sweep.size_of(group.cell), loss) for group in of_point for loss in group.losses.values()]
-            colour = f"C{number}"
-            if dots:
-                axes.plot(*zip(*dots, strict=True), ".", color=colour, label=None if point in fits else point)
+            of_point = [group for group in groups if group.points[compare] == point and group.losses]
+            xs = [sweep.size_of(group.cell) for group in of_point for _ in group.losses]
+            losses = [loss for group in of_point for loss in group.losses.values()]
+            axes.plot(xs, losses, ".", color=f"C{number}", label=None if point in fits else point)
             if point in fits:
-                curve, xs = fits[point].curve, [x for x, _ in dots]
-                x = np.geomspace(min(xs), max(xs), 100)
+                curve, x = fits[point].curve, np.geomspace(min(xs), max(xs), 100)
                 label = f"{point}: {curve.e:.3g} + {curve.a:.3g}·x^−{curve.alpha:.3g}"
-                axes.plot(x, curve.loss(x), color=colour, label=label)
+                axes.plot(x, curve.loss(x), color=f"C{number}", label=label)
         set_logarithmic(axes.xaxis, axes.yaxis)
         axes.set(xlabel=sweep.config.report.over)
         _name(sweep, axes)
@@ -351,7 +313,7 @@ def law_picture(sweep: Sweep, groups: Sequence[Group], fits: dict[str, Fit]) -> 
     return drawn(draw)
 
 
-def points_picture(sweep: Sweep, groups: Sequence[Group]) -> bytes:
+def _points_picture(sweep: Sweep, groups: Sequence[Group]) -> bytes:
     """Return a PNG with each point's mean and 95% interval; over a field, the baseline is a line across."""
     report = sweep.config.report
     shown = [group for group in groups if group.losses]
@@ -359,7 +321,8 @@ def points_picture(sweep: Sweep, groups: Sequence[Group]) -> bytes:
     def draw(panels: Any) -> None:
         axes = panels[0, 0]
         for place, group in enumerate(shown):
-            mean, interval = mean_of(list(group.losses.values()))
+            losses = list(group.losses.values())
+            mean, interval = mean_of(losses)
             low, high = interval or (mean, mean)
             if report.over is not None and group.points[report.compare] == report.baseline:
                 axes.axhline(mean, linestyle="--", color="black", label=report.baseline)
@@ -367,7 +330,7 @@ def points_picture(sweep: Sweep, groups: Sequence[Group]) -> bytes:
                 continue
             x = place if report.over is None else sweep.size_of(group.cell)
             axes.errorbar([x], [mean], yerr=[[mean - low], [high - mean]], fmt="o", color="C0", capsize=3)
-            axes.plot([x] * len(group.losses), list(group.losses.values()), ".", color="C1", markersize=4)
+            axes.plot([x] * len(losses), losses, ".", color="C1", markersize=4)
         if report.over is None:
             names = [" ".join(group.points.values()) for group in shown]
             axes.set_xticks(range(len(shown)), names, rotation=20, ha="right", fontsize="small")

@@ -1,6 +1,5 @@
 """A FANformer and its twins for the probes, as the model for transformers: plain PyTorch, without process groups."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -9,10 +8,9 @@ from torch import Tensor, nn
 
 from megatron_fanformer.convert.huggingface import to_huggingface_config
 from megatron_fanformer.hf import FANformerForCausalLM
-from megatron_fanformer.model.config import FANformerConfig, as_transformer
+from megatron_fanformer.model.config import FANformerConfig, as_transformer, with_same_parameters
 
 TRANSFORMER = "Transformer"
-SAME_SIZE = "FANformer"
 SAME_PARAMETERS = "FANformer, same parameters"
 FFN_RATIO = 4
 """d_ff over the hidden size."""
@@ -22,11 +20,7 @@ T = TypeVar("T")
 
 
 class FANLayer(nn.Module):
-    """[…, h] -> […, h]: cos p, sin p and g of one linear map.
-
-    Args:
-        of_g: an activation of g.
-    """
+    """[…, h] -> […, h]: cos p, sin p and g, or an activation of g, of one linear map."""
 
     def __init__(self, size: int, of_g: Callable[[Tensor], Tensor] = lambda g: g) -> None:
         super().__init__()
@@ -53,18 +47,8 @@ def fanformer_of(num_layers: int, hidden_size: int, num_heads: int, vocab_size: 
 
 
 def twins(config: FANformerConfig) -> dict[str, FANformerConfig]:
-    """Return the Transformer of a FANformer's shape, the FANformer, and the one with the Transformer's parameters.
-
-    What FAN adds is taken from d_ff, not rounded as in the presets: these models are small and run on one process.
-    """
-    transformer = as_transformer(config)
-    added = (config.num_parameters - transformer.num_parameters) / config.num_layers
-    narrower = config.ffn_hidden_size - round(added / (3 * config.hidden_size))
-    return {
-        TRANSFORMER: transformer,
-        SAME_SIZE: config,
-        SAME_PARAMETERS: dataclasses.replace(config, ffn_hidden_size=narrower),
-    }
+    """Return the Transformer of a FANformer's shape, and the FANformer with its parameters."""
+    return {TRANSFORMER: as_transformer(config), SAME_PARAMETERS: with_same_parameters(config, multiple=1)}
 
 
 def seeded(seed: int, make: Callable[[], T]) -> T:

@@ -3,9 +3,17 @@
 import dataclasses
 from typing import Literal
 
-from megatron_fanformer.experiments.variants import VARIANTS, is_periodic
 from megatron_fanformer.model.config import FANConfig, FANformerConfig, as_transformer, with_same_parameters
 
+VARIANTS = {
+    "transformer": FANConfig(placement="none"),
+    "ffn-fan": FANConfig(placement="ffn", activation="gelu"),
+    "atm": FANConfig(p_ratio=0.0, activation="gelu"),
+    "atl": FANConfig(p_ratio=0.0),
+    "original-fan": FANConfig(activation="gelu"),
+    "fanformer": FANConfig(),
+}
+"""Their fields of `model.fan` (docs/experiments.md#variants); p_ratio, where one is periodic, is the size's own."""
 Equal = Literal["parameters", "dimension"]
 
 LOSSES: dict[Equal, dict[str, float]] = {
@@ -34,7 +42,7 @@ def variants(size: FANformerConfig, equal: Equal = "parameters", *, multiple: in
 
 def _variant(size: FANformerConfig, fan: FANConfig, equal: Equal, multiple: int) -> FANformerConfig:
     fan = dataclasses.replace(fan, bias=size.fan.bias)
-    if is_periodic(fan):
+    if fan.placement != "none" and fan.p_ratio > 0:
         fan = dataclasses.replace(fan, p_ratio=size.fan.p_ratio)
     model = dataclasses.replace(as_transformer(size), fan=fan)
     if equal == "dimension" or not model.placement.is_fanformer:

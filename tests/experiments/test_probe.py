@@ -5,10 +5,9 @@ import json
 import pytest
 
 from megatron_fanformer import cli
-from megatron_fanformer.experiments import holes, mod
+from megatron_fanformer.experiments import mod
 from megatron_fanformer.experiments.probe import PROBES
 from megatron_fanformer.experiments.result import Finding, Measured
-from tests.experiments.stand_in import save
 
 
 def measured_by(calls):
@@ -42,24 +41,6 @@ def test_a_folder_has_all_of_a_result_and_is_measured_into_once(tmp_path, monkey
     assert len(calls) == 2
 
 
-def test_a_run_that_went_on_is_another_setting(tmp_path, monkeypatch, capsys):
-    calls = []
-    monkeypatch.setattr(holes, "measure", measured_by(calls))
-    run = tmp_path / "run"
-    command = ["experiment", "holes", "--checkpoint", str(run), "--output", str(tmp_path / "out")]
-    save(run, 4)
-    assert cli.main(command) == cli.main(command) == 0
-    assert [settings.checkpoints for settings in calls] == [(str(run / "checkpoints/step-00000004"),)]
-    save(run, 8)
-    assert cli.main(command) == 2
-    assert "holds the result of holes by other settings" in capsys.readouterr().err
-    command[3] += "/checkpoints/step-00000004"
-    assert cli.main(command) == 0
-    assert cli.main([*command, "--checkpoint", str(run / "checkpoints/step-00000004")]) == 2
-    assert "name each once" in capsys.readouterr().err
-    assert len(calls) == 1
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -67,22 +48,12 @@ def test_a_run_that_went_on_is_another_setting(tmp_path, monkeypatch, capsys):
         (["mod", "--mod.sedes", "2"], "did you mean mod.seeds?"),
         (["mod", "--holes.steps", "2"], "write --mod.FIELD VALUE"),
         (["mod", "--seeds", "0"], "mod.seeds is 0; it must be above 0"),
-        (["mod", "--checkpoint", "x"], "--checkpoint has no effect in mod"),
-        (["mod", "--write-data", "x"], "--write-data has no effect in mod"),
-        (["lipschitz", "--lipschitz.depths", "[2, 1]"], "lipschitz.depths is [2, 1]; name numbers of layers"),
+        (["holes", "--checkpoint", "x"], "unknown argument --checkpoint; holes trains its models from scratch"),
         (["lipschitz", "--lipschitz.depths", "two"], "it must be a list of integers"),
-        *(
-            ([name, f"--{name}.num_heads", "0"], f"{name}.num_heads is 0; it must be above 0")
-            for name in ("holes", "inference", "lipschitz")
-        ),
-        (["holes", "--holes.half_side", "57"], "so that the hole lies within"),
-        (["holes", "--holes.cooldown", "2"], "cooldown is 2.0; it must lie in [0, 1]"),
-        (["holes", "--holes.cooldown", "-0.5"], "cooldown is -0.5; it must lie in [0, 1]"),
-        (["holes", "--holes.weight_decays", "[-1.0]"], "name numbers from 0 on"),
-        (["holes", "--checkpoint", "none"], "none does not exist"),
+        (["holes", "--holes.tasks", "[]"], "holes.tasks is empty; name one or more"),
+        (["holes", "--holes.hidden_size", "30"], "hidden_size is 30; it must be a multiple of four times num_heads 4"),
         (["cost", "--cost.presets", "[fanformer-2b]"], "'fanformer-2b', which is not a size"),
-        (["cost", "--cost.presets", "[]"], "cost.presets is empty; name sizes, such as fanformer-1b"),
-        (["--seeds", "3"], "name one of"),
+        (["--seeds", "3"], "--seeds has no effect without NAME"),
     ],
 )
 def test_what_cannot_be_asked_is_told_in_a_line(words, message, tmp_path, monkeypatch, capsys):

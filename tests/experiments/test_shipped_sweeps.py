@@ -21,7 +21,7 @@ EQUAL = 1.5e-3  # of parameters: one of d_ff is 0.2% at a width of 128
 def test_every_cell_can_run_and_points_at_the_same_parameters_have_them(file: Path) -> None:
     sweep = read_sweep(file, needs_data=False)
     report = sweep.config.report
-    if file.stem.startswith(("variants", "p", "claim")):
+    if file.stem.startswith(("compare", "variants", "p", "claim")):
         (baseline,) = {cell.parameters for cell in sweep.cells if cell.points[report.compare] == report.baseline}
         for cell in sweep.cells:
             is_equal = abs(cell.parameters / baseline - 1) < EQUAL

@@ -1,154 +1,415 @@
-"""`sweep FILE init` compares a run's model with others of as many parameters; `dry-run` lists cells and their cost."""
+"""Sweeps: their files, their cells, runs that are killed, and reports."""
 
-import re
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
 from megatron_fanformer import cli
-from megatron_fanformer.errors import InputError
-from megatron_fanformer.experiments.cells import read_sweep
-from megatron_fanformer.experiments.variants import NEAR_ENOUGH, VARIANTS, variant_like
-from megatron_fanformer.model.config import PRESETS
-from tests.experiments.making import changed, write_sweep
-from tests.small_runs import ROOT, small_run, write_config, write_tokens
+from megatron_fanformer.checkpoint import run_folder
+from megatron_fanformer.errors import InputError, Interrupted
+from megatron_fanformer.experiments.cells import Sweep, read_sweep
+from megatron_fanformer.experiments.outcomes import outcomes
+from megatron_fanformer.experiments.result import read_result
+from megatron_fanformer.experiments.sweep import TRAIN, CellsFailed, run_sweep, write_array
+from megatron_fanformer.experiments.sweep_report import CSV, PICTURE, write_report
+from tests.experiments.making import STAND_IN, changed, write_sweep
+from tests.experiments.stand_in import BASE_THAT_FAILS, train
+from tests.patience import PATIENCE_SECONDS
+from tests.small_runs import write_config, write_tokens
 
-EXAMPLE = str(ROOT / "examples" / "tiny-cpu.yaml")
-
-
-def init(file: Path, *words: str) -> int:
-    return cli.main(["sweep", str(file), "init", *words])
-
-
-@pytest.fixture
-def tokens(tmp_path: Path) -> str:
-    return write_tokens(tmp_path / "tokens")
+Command = tuple[str, ...]
 
 
-def run_of(place: Path, tokens: str, **data: Any) -> str:
-    return str(
-        write_config(place / "run.yaml", small_run(tokens, place / "run", data={"train_data": [tokens], **data}))
-    )
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_tokens(tmp_path_factory.mktemp("tokens") / "tokens")
 
 
-def test_a_run_is_compared_with_its_twin_of_as_many_parameters(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def silent(_line: str) -> None:
+    """For what is told of cells."""
+
+
+def in_child(function: Callable[[], None]) -> int:
+    """A child that calls a function, and ends with 0, or with 5 where it was stopped."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        function()
+        code = 0
+    except Interrupted:
+        code = Interrupted.exit_code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def end_of(child: int, *, is_time: Callable[[], bool], number: signal.Signals) -> int:
+    """Send a child a signal once it is time, unless it has ended by then; its exit code, negative for a signal."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not is_time() and time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child, number)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def after(seconds: float) -> Callable[[], bool]:
+    """Return whether some seconds have passed since this call."""
+    moment = time.monotonic() + seconds
+    return lambda: time.monotonic() >= moment
+
+
+def steps_logged(sweep: Sweep) -> int:
+    """Count the steps in the records of all cells."""
+    records = (cell.run / "metrics.jsonl" for cell in sweep.cells)
+    return sum(record.read_bytes().count(b'"step"') for record in records if record.exists())
+
+
+def reported(file: Path) -> tuple[Any, ...]:
+    """All of a report, but the machine."""
+    sweep = read_sweep(file, needs_data=True)
+    result = msgspec.structs.replace(write_report(sweep), machine={})
+    return result, (sweep.folder / CSV).read_text(), (sweep.folder / PICTURE).read_bytes()
+
+
+def killed_and_run_again(file: Path, command: Command, *, kills: int, steps: int, seed: int) -> int:
+    """Run a sweep, killed at random moments, and then to its end; return how many kills met it alive.
+
+    A clock would not do: on a busy machine it measures how busy that is. Two kills of three come once the cells have
+    logged so many steps in all, spread over nine tenths of them, the third within the start.
+    """
+    generator, killed = random.Random(seed), 0
+    sweep = read_sweep(file, needs_data=True)
+
+    def run() -> None:
+        run_sweep(sweep, silent, command=command)
+
+    for number in range(kills):
+        child = in_child(run)
+        if number % 3 == 2:
+            is_time = after(generator.uniform(0, 2))
+        else:
+            least = 0.9 * steps * (number + generator.random()) / kills
+            is_time = lambda least=least: steps_logged(sweep) >= least  # noqa: E731
+        killed += end_of(child, is_time=is_time, number=signal.SIGKILL) < 0
+    assert end_of(in_child(run), is_time=lambda: False, number=signal.SIGKILL) == 0
+    return killed
+
+
+def test_a_sweep_that_is_killed_and_run_again_has_the_same_report(tmp_path: Path, tokens: str) -> None:
+    axes = {"architecture": {"transformer": {"model.fan.placement": "none"}, "fanformer": {}}}
+    changes = {"training.train_iters": 25}
+    report = {"compare": "architecture", "baseline": "transformer"}
+    reports = []
+    for kills in (0, 3):
+        (tmp_path / str(kills)).mkdir()
+        fields = {"axes": axes, "changes": changes, "seeds": 1, "report": report, "folder": str(tmp_path / "same")}
+        file = write_sweep(tmp_path / str(kills), tokens, **fields)
+        killed = killed_and_run_again(file, STAND_IN, kills=kills, steps=2 * 25, seed=3)
+        assert (killed > 0) == (kills > 0)
+        reports.append(reported(file))
+        os.rename(tmp_path / "same", tmp_path / f"done {kills}")
+    assert reports[0] == reports[1]
+
+
+def test_a_signal_stops_a_sweep_once_its_cell_has_saved(tmp_path: Path, tokens: str) -> None:
+    sweep = read_sweep(write_sweep(tmp_path, tokens, changes={"training.train_iters": 300}), needs_data=True)
+
+    def run() -> None:
+        run_sweep(sweep, silent, command=STAND_IN)
+
+    child = in_child(run)
+    metrics = sweep.cells[0].run / "metrics.jsonl"
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not metrics.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert end_of(child, is_time=after(0.3), number=signal.SIGTERM) == Interrupted.exit_code
+    first, *rest = outcomes(sweep)
+    assert first.state == "begun" and 0 < first.step < 300
+    assert {outcome.state for outcome in rest} == {"to come"}
+    assert not list(sweep.folder.glob("*.failed"))
+
+
+def test_a_cell_that_fails_is_passed_over_and_named_with_its_error(
+    tmp_path: Path, tokens: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "compare.yaml"
-    assert init(file, "--config", EXAMPLE, "--compare", "transformer", "fanformer", "--seeds", "4") == 0
-    shown = capsys.readouterr().out.splitlines()
-    sweep = read_sweep(file, needs_data=False)
-    by_point = {cell.points["model"]: cell.config.model for cell in sweep.cells}
-    assert {point: (model.fan.placement, model.ffn_hidden_size) for point, model in by_point.items()} == {
-        "transformer": ("none", 352),
-        "fanformer": ("qkv", 320),
+    axes = {
+        "base": {"usual": {}, "broken": {"model.rotary_base": BASE_THAT_FAILS}, "other": {"model.rotary_base": 500}}
     }
-    assert len(sweep.cells) == 8 and sweep.metric == "validation_loss/stdlib"
-    assert sweep.config.report.baseline == "transformer"
-    assert sweep.config.report.primary == [["fanformer", "transformer"]]
-    assert sweep.folder == tmp_path / "compare"
-    assert shown[1] == "parameters, without embedding and head, against transformer's: fanformer +0.05%"
-    for line in shown[2:]:
-        cli.read_command(line.split()[1:])
-    assert cli.main(["sweep", str(file), "dry-run"]) == 0
-    assert shown[1] in capsys.readouterr().out.splitlines()
+    file = write_sweep(tmp_path, tokens, axes=axes, seeds=1, report={"compare": "base", "baseline": "usual"})
+    sweep = read_sweep(file, needs_data=True)
+    with pytest.raises(CellsFailed, match=r"1 of 3 cells failed: broken,seed=1234;") as failed:
+        run_sweep(sweep, silent, command=STAND_IN)
+    assert failed.value.exit_code == 4
+    broken = next(cell for cell in sweep.cells if "broken" in cell.name)
+    killed = (sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    with pytest.raises(CellsFailed):
+        run_sweep(sweep, silent, command=killed)
+    assert broken.beside(".failed").read_text().startswith("killed by SIGKILL\n")  # not what its log has of earlier
+    with pytest.raises(CellsFailed):
+        run_sweep(sweep, silent, command=STAND_IN)
+    assert cli.main(["sweep", str(file), "status"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert "broken,seed=1234: failed at step 0 of 10: step 3: the loss is nan; lower optimizer.lr" in shown
+    assert cli.main(["sweep", str(file), "report"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line for line in shown if line.startswith("no loss: broken,seed=1234: failed")]
+    result = read_result(sweep.folder)
+    assert [finding.name for finding in result.findings] == ["scaling in parameters: loss of other, less usual's"]
+    (finding,) = result.findings
+    assert finding.ours == 0 and finding.interval is None and finding.shows is None
+    assert "1 seed is fewer than 3" in finding.sentence
 
 
-@pytest.mark.parametrize("base", [PRESETS["fanformer-1b"], PRESETS["fanformer-1b-transformer"]])
-@pytest.mark.parametrize("name", VARIANTS)
-def test_every_variant_has_the_parameters_of_the_run(name: str, base: Any) -> None:
-    found, other = variant_like(base, name, divided_by=8), base.num_parameters
-    assert found.problems() == [] and found.fan.placement == VARIANTS[name].placement
-    assert abs(found.num_parameters / other - 1) <= NEAR_ENOUGH and found.ffn_hidden_size % 8 == 0
-    assert (found is base) == (name == ("fanformer" if base.placement.is_fanformer else "transformer"))
-
-
-def test_the_validation_of_a_split_is_compared(tmp_path: Path, tokens: str) -> None:
-    assert init(tmp_path / "compare.yaml", "--config", run_of(tmp_path, tokens, split="80,20,0")) == 0
-    assert read_sweep(tmp_path / "compare.yaml", needs_data=True).metric == "validation_loss/validation"
+@pytest.mark.parametrize("tuned", [False, True])
+def test_cells_that_end_with_0_before_their_last_step_are_named(tmp_path: Path, tokens: str, tuned: bool) -> None:
+    axes = {"size": {"d16": {}, "d24": {}}, "lr": {"usual": {}}}
+    tune = {"tune": "lr"} if tuned else {}
     report = {"compare": "size", "baseline": "d16"}
-    own = write_sweep(tmp_path, tokens, axes={"size": {"d16": {}}}, report=report)
-    changed(own, base="run.yaml", changes={})
-    assert read_sweep(own, needs_data=True).metric == "validation_loss/validation"
-    changed(own, base="run.yaml", changes={"data.split": None})
-    with pytest.raises(InputError, match=r"^report.metric is not set, and the runs have 0 validation sets; name one"):
-        read_sweep(own, needs_data=True)
+    changes = {"training.train_iters": 10, "schedule.lr_warmup_iters": 2, "training.exit_interval": 4}
+    file = write_sweep(tmp_path, tokens, axes=axes, seeds=1, report=report, changes=changes, **tune)
+    names = "usual,d16,seed=1234, usual,d24,seed=1234"
+    with pytest.raises(
+        CellsFailed, match=f"^{names} ended before the last step by training.exit_interval 4; run the same command"
+    ) as early:
+        run_sweep(read_sweep(file, needs_data=True), silent, command=("true",))
+    assert early.value.exit_code == 1
+    for cell in read_sweep(file, needs_data=True).cells:
+        train(cell.config.as_dict())
+    changed(file, changes={**changes, "training.exit_interval": None})
+    run_sweep(read_sweep(file, needs_data=True), silent, command=("false",))  # nothing is left to run
 
 
-REFUSED = {
-    "without a run": (["--seeds", "3"], "init needs the configuration of a run; add --config"),
-    "without validation": (["--config", "RUN"], "has no validation, by which models are compared; set data.valid_data"),
-    "one alone": (["--config", EXAMPLE, "--compare", "atl"], "name two or more of transformer, ffn-fan"),
-    "twice the same": (["--config", EXAMPLE, "--compare", "atl", "atl"], "each once"),
-    "unknown": (["--config", EXAMPLE, "--compare", "atl", "mamba"], "--compare is atl mamba; name two or more of"),
-    "no periods": (["--config", EXAMPLE, "--model.fan.p_ratio", "0"], "p_ratio is 0, without a periodic row"),
-    "a cell's own": (["--config", EXAMPLE, "--training.seed", "1"], "--training.seed has no effect with init"),
-    "no seeds": (["--config", EXAMPLE, "--seeds", "0"], "seeds is 0; it must be at least 1"),
-    "a wrong field": (["--config", EXAMPLE, "--training.train_iters", "0"], "in every cell: training.train_iters"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_nothing_is_written_where_it_would_not_run(
-    case: str, tmp_path: Path, tokens: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("stated", "option"), [(None, "--runtime.threads_per_rank 4 "), (3, "")])
+def test_cells_at_a_time_share_the_cores_among_all_their_ranks(
+    tmp_path: Path, tokens: str, monkeypatch: pytest.MonkeyPatch, stated: int | None, option: str
 ) -> None:
-    words, message = REFUSED[case]
-    run = run_of(tmp_path, tokens)
-    assert init(tmp_path / "compare.yaml", *[run if word == "RUN" else word for word in words]) == 2
-    assert message in capsys.readouterr().err and not (tmp_path / "compare.yaml").exists()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("megatron_fanformer.experiments.sweep.usable_cores", lambda: 17)
+    changes = {"runtime.threads_per_rank": stated, "parallel.data_parallel_size": 2}
+    axes = {"size": {"d16": {"model.hidden_size": 16}}}
+    report = {"compare": "size", "baseline": "d16"}
+    file = write_sweep(tmp_path, tokens, axes=axes, seeds=1, report=report, changes=changes)
+    sweep = read_sweep(file, needs_data=True)
+    with pytest.raises(CellsFailed, match="ended before the last step"):
+        run_sweep(sweep, silent, jobs=2, command=("echo",))
+    assert sweep.cells[0].beside(".log").read_text() == f"{option}--config {sweep.cells[0].beside('.yaml')}\n"
 
 
-def test_a_file_is_not_replaced_and_other_actions_take_nothing_of_init(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "compare.yaml"
-    assert init(file, "--config", EXAMPLE) == 0
-    before = file.read_text()
-    assert yaml.safe_load(before)["base"] != EXAMPLE  # but the way there
-    assert init(file, "--config", EXAMPLE, "--seeds", "5") == 2 and file.read_text() == before
-    assert init(tmp_path / "compare", "--config", EXAMPLE) == 2
-    for words in (["--config", EXAMPLE], ["--compare", "atl", "atm"], ["--seeds", "3"], ["--optimizer.lr", "1"]):
-        capsys.readouterr()
-        assert cli.main(["sweep", str(file), "dry-run", *words]) == 2
-        assert re.search(rf"{words[0]} has no effect with dry-run; use it with init", capsys.readouterr().err)
+def test_a_report_holds_the_planted_difference_and_saving(tmp_path: Path, tokens: str) -> None:
+    """The stand-in's FANformer is 0.05 nats better at every size, with noise of 0.001 by seed."""
+    file = write_sweep(tmp_path, tokens, seeds=3)
+    changed(file, changes={"training.train_iters": 50})
+    for cell in read_sweep(file, needs_data=True).cells:
+        train(cell.config.as_dict())
+    result, cells, _ = reported(file)
+    assert len(cells.splitlines()) == 1 + 2 * 4 * 3
+    (saved,) = result.findings
+    assert saved.paper == "69.2%" and saved.shows is True and saved.interval[1] < 100
+    by_point = {tuple(row[:2]): row for row in result.tables[0].rows}
+    for size in ("d16", "d24", "d32", "d48"):
+        of_fan, of_transformer = (by_point[name, size][5] for name in ("fanformer", "transformer"))
+        assert of_fan - of_transformer == pytest.approx(-0.05, abs=4e-3)
+    changed(file, report={"compare": "architecture", "baseline": "transformer"})
+    (differing,) = reported(file)[0].findings
+    assert differing.interval[0] <= differing.ours <= differing.interval[1] < 0 and differing.shows is True
+    assert differing.ours == pytest.approx(-0.05, abs=2e-3)
 
 
-# -- dry-run
-
-
-def test_what_would_run_is_listed_with_its_parameters_and_time(
+def test_points_are_listed_with_their_parameters_beside_the_baselines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write_sweep(tmp_path, "no-tokens")
-    for options, message in (
-        (["--gpus", "2"], "--gpus has no effect without --gpu"),
-        (["--gpus", "0"], "'0' is not a"),
-    ):
-        assert cli.main(["sweep", str(file), "dry-run", *options]) == 2
-        assert message in capsys.readouterr().err
-    assert cli.main(["sweep", str(file), "dry-run", "--gpu", "h100"]) == 0
-    shown = capsys.readouterr().out
-    sweep = read_sweep(file, needs_data=False)
-    model = next(
-        cell.config.model for cell in sweep.cells if cell.points == {"architecture": "transformer", "size": "d16"}
-    )
-    outside = model.num_parameters - model.padded_vocab_size * model.hidden_size
-    (row,) = [line.split() for line in shown.splitlines() if line.startswith("transformer") and "d16" in line]
-    assert row[2:5] == ["2", f"{outside:,}", "640"]
-    assert "16 cells, 0 of them complete" in shown and "time: by formula, on 1 x NVIDIA H100" in shown
+    assert cli.main(["sweep", str(file), "dry-run"]) == 0
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    cells = {(*cell.points.values(),): cell for cell in read_sweep(file, needs_data=False).cells}
+    none, fan = (cells[name, "d16"].parameters for name in ("transformer", "fanformer"))
+    model = cells["transformer", "d16"].config.model
+    assert none == model.num_parameters - model.padded_vocab_size * model.hidden_size
+    rows = {(*row[:2],): row[2:5] for row in shown}
+    assert rows["transformer", "d16"] == [f"{none:,}", "+0.00%", "640"]
+    assert rows["fanformer", "d16"] == [f"{fan:,}", f"{fan / none - 1:+.2%}", "640"]
+    assert shown[-1] == ["16", "cells,", "0", "of", "them", "complete"]
 
 
-def test_the_time_of_a_recipe_that_a_machine_lacks_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_all_that_is_wrong_with_a_file_is_told_before_any_cell_starts(tmp_path: Path, tokens: str) -> None:
+    axes = {"size": {"a b": {"model.hidden_size": 8}, "c": {"size": 3}}}
+    report = {"compare": "depth", "baseline": "x", "average_steps": 0, "by": ["breadth"]}
+    file = write_sweep(tmp_path, tokens, seeds=0, axes=axes, report=report)
+
+    def told() -> list[str]:
+        with pytest.raises(InputError) as wrong:
+            read_sweep(file, needs_data=False)
+        return str(wrong.value).splitlines()
+
+    rules = ("seeds is 0", "average_steps is 0", "'a b'", "axes.size.c has 'size'", "depth is no", "breadth is no")
+    assert all(rule in line for rule, line in zip(rules, told(), strict=True))
+    changed(file, axes={"size": {"c": 3}})
+    assert "it must be a mapping of names to mappings of names to mappings of names to values" in "".join(told())
+    axes = {"size": {"ok": {}, "odd": {"model.hidden_size": 30}, "typo": {"model.hiden_size": 32}}}
+    report = {"compare": "size", "baseline": "ok"}
+    changed(file, axes=axes, seeds=2, report=report)
+    lines = told()
+    assert [line for line in lines if line.startswith("cell odd,seed=1234 and 1 more: model.hidden_size 30")]
+    assert [line for line in lines if "unknown configuration key model.hiden_size; did you mean" in line]
+    changed(file, report={**report, "primary": [["od", "ok"]]})
+    assert told() == ["report has 'od', no point of size; its points are odd, ok, typo"]
+    changed(file, report={**report, "over": "tokens", "primary": [["odd", "ok"]]})
+    assert told() == ["report.primary is set, and a power law is fitted over tokens; leave one of them out"]
+    changed(file, report={**report, "over": "model.fan"}, axes={"size": {"ok": {}}})
+    assert "report.over is model.fan, neither parameters, tokens nor a field that is a number" in told()[0]
+    changed(file, report=report, changes={"data.train_data": ["nowhere"]})
+    assert len(read_sweep(file, needs_data=False).cells) == 2
+    with pytest.raises(InputError, match=r"in every cell: .*nowhere"):
+        read_sweep(file, needs_data=True)
+
+
+def test_the_validation_of_a_split_is_compared(tmp_path: Path, tokens: str) -> None:
+    file = write_sweep(tmp_path, tokens, axes={"size": {"d16": {}}}, report={"compare": "size", "baseline": "d16"})
+    changed(file, changes={"data.valid_data": {}, "data.split": "80,20,0"})
+    assert read_sweep(file, needs_data=True).metric == "validation_loss/validation"
+    changed(file, changes={"data.valid_data": {}})
+    with pytest.raises(InputError, match=r"^report.metric is not set, and the runs have 0 validation sets; name one"):
+        read_sweep(file, needs_data=True)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "rule"),
+    [
+        ("training.run_dir", "elsewhere", "which the sweep sets for each cell; leave it out"),
+        ("training.seed", 3, "which the sweep sets for each cell; leave it out"),
+        ("training.epochs", 2.0, "a sweep's cells state their steps; set train_iters"),
+    ],
+)
+def test_what_a_sweep_decides_itself_is_refused(tmp_path: Path, tokens: str, field: str, value: Any, rule: str) -> None:
+    point = {field: value, "training.train_iters": None} if field.endswith("epochs") else {field: value}
+    axes = {"size": {"d16": {}, "other": point}}
+    file = write_sweep(tmp_path, tokens, axes=axes, seeds=1, report={"compare": "size", "baseline": "d16"})
+    with pytest.raises(InputError, match=rule):
+        read_sweep(file, needs_data=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "metric", "message"),
+    [
+        ({"evaluation.perplexity.sets": {"own": ["a", "b"]}}, "eval/own/CrossEntropyLoss", r"sets\.own \['a'\], and"),
+        ({"evaluation.perplexity.chunk_tokens": 8}, "eval/own/CrossEntropyLoss", "chunk_tokens None, and"),
+        ({"schedule.lr_decay_style": "linear"}, "loss", "lr_decay_style cosine, and"),
+        ({"data.num_workers": 1, "data.allow_change": ["train"], "training.exit_interval": 1}, "loss", None),
+        ({"training.micro_batch_size": 1, "training.eval_interval": 1}, "loss", None),
+        ({"evaluation.perplexity.sets": {"own": ["a"], "other": ["b"]}}, "eval/own/CrossEntropyLoss", None),
+        ({"evaluation.perplexity.chunk_tokens": 8}, "loss", None),
+    ],
+)
+def test_a_cell_whose_loss_was_measured_otherwise_is_not_paired_with_the_others(
+    tmp_path: Path, tokens: str, changes: dict[str, Any], metric: str, message: str | None
 ) -> None:
-    fp8 = {"precision.dtype": "bf16", "precision.fp8": "hybrid", "precision.fp8_recipe": "mxfp8"}
-    changes = {**fp8, "kernels.transformer_impl": "auto", "model.num_attention_heads": 1}
-    axes = {"size": {"d128": {"model.hidden_size": 128}}}
-    report = {"compare": "size", "baseline": "d128"}
-    file = write_sweep(tmp_path, "no-tokens", axes=axes, seeds=1, report=report, changes=changes)
-    assert cli.main(["sweep", str(file), "dry-run", "--gpu", "h100"]) == 2
-    (told,) = capsys.readouterr().err.splitlines()
-    assert "cell d128,seed=1234: precision.fp8_recipe is mxfp8, whose blocks of 32 NVIDIA H100" in told
-    assert cli.main(["sweep", str(file), "dry-run", "--gpu", "b200"]) == 0
+    axes = {"size": {"d16": {"model.hidden_size": 16}}}
+    report = {"compare": "size", "baseline": "d16", "metric": metric}
+    first = {
+        "training.train_iters": 2,
+        "schedule.lr_warmup_iters": 1,
+        "evaluation.perplexity.sets": {"own": ["a"]},
+        "evaluation.perplexity.limit_tokens": 9,
+    }
+    file = write_sweep(tmp_path, tokens, axes=axes, seeds=1, report=report, changes=first)
+    train(read_sweep(file, needs_data=False).cells[0].config.as_dict())
+    changed(file, changes=first | changes)
+    sweep = read_sweep(file, needs_data=False)
+    if message is None:
+        assert [outcome.state for outcome in outcomes(sweep)] == ["complete"]
+        return
+    with pytest.raises(InputError, match=message):
+        outcomes(sweep)
+
+
+def test_a_run_of_before_a_field_was_there_is_the_cells(tmp_path: Path, tokens: str) -> None:
+    axes = {"size": {"d16": {"model.hidden_size": 16}}}
+    file = write_sweep(tmp_path, tokens, axes=axes, seeds=1, report={"compare": "size", "baseline": "d16"})
+    sweep = read_sweep(file, needs_data=True)
+    train(sweep.cells[0].config.as_dict())
+    saved = sweep.cells[0].run / run_folder.CONFIG
+    values = run_folder.read_mapping(saved)
+    assert values["training"].pop("z_loss_coefficient") == 0
+    write_config(saved, values)
+    assert [outcome.state for outcome in outcomes(sweep)] == ["complete"]
+    changed(file, changes={"training.train_iters": 10, "schedule.lr_warmup_iters": 2, "training.z_loss_coefficient": 1})
+    with pytest.raises(InputError, match=r"has a run with training.z_loss_coefficient 0.0, and the sweep's file"):
+        outcomes(read_sweep(file, needs_data=False))
+
+
+def test_an_arrays_task_starts_its_cell_by_the_users_script(tmp_path: Path, tokens: str) -> None:
+    sweep = read_sweep(write_sweep(tmp_path, tokens), needs_data=True)
+    script = tmp_path / "one run.sh"
+    script.write_text(
+        "#!/usr/bin/env bash\n#SBATCH --nodes=2\n# a comment\n#SBATCH --time=1:00\n"
+        'set -eu\necho "$@"\nexit "${CODE:-0}"\n'
+    )
+    array = write_array(sweep, script)
+    lines = array.read_text().splitlines()
+    assert "#SBATCH --array=0-15" in lines[: lines.index("#SBATCH --nodes=2")]
+    environment = {**os.environ, "SLURM_ARRAY_TASK_ID": "5"}
+    shown = subprocess.run(
+        ["bash", array, "--logging.tensorboard", "true"], env=environment, capture_output=True, text=True, check=True
+    )
+    assert shown.stdout.split() == ["--config", str(sweep.cells[5].beside(".yaml")), "--logging.tensorboard", "true"]
+    assert yaml.safe_load(sweep.cells[5].beside(".yaml").read_text()) == sweep.cells[5].config.as_dict()
+    for code, state in (("4", "failed"), ("5", "to come")):
+        subprocess.run(["bash", array], env={**environment, "CODE": code}, capture_output=True)
+        outcome = outcomes(sweep)[5]
+        assert (outcome.state, outcome.diverged) == (state, code == "4"), str(outcome)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3000)
+def test_a_real_sweep_killed_twenty_times_has_the_report_of_one_that_was_not_and_evaluate_agrees(
+    tmp_path: Path, tokens: str
+) -> None:
+    """Real runs, on two sizes of two architectures: each point again from its checkpoint, to 1e-6."""
+    axes = {
+        "architecture": {"transformer": {"model.fan.placement": "none"}, "fanformer": {}},
+        "size": {"d16": {"model.hidden_size": 16}, "d32": {"model.hidden_size": 32}},
+    }
+    metric = "eval/random/CrossEntropyLoss"
+    changes = {
+        "training.train_iters": 60,
+        "checkpoint.save_interval": 5,
+        "evaluation.perplexity": {"sets": {"random": [tokens]}},
+    }
+    report = {"compare": "architecture", "baseline": "transformer", "metric": metric}
+    reports = []
+    for kills in (0, 20):
+        (tmp_path / str(kills)).mkdir()
+        fields = {"axes": axes, "changes": changes, "seeds": 1, "report": report, "folder": str(tmp_path / "same")}
+        file = write_sweep(tmp_path / str(kills), tokens, **fields)
+        killed = killed_and_run_again(file, TRAIN, kills=kills, steps=4 * 60, seed=kills)
+        assert killed >= kills / 2
+        result, *rest = reported(file)
+        reports.append((msgspec.structs.replace(result, seconds=0.0), *rest))
+        os.rename(tmp_path / "same", tmp_path / f"done {kills}")
+    assert reports[0] == reports[1]
+    os.rename(tmp_path / "done 20", tmp_path / "same")
+    for found in outcomes(read_sweep(file, needs_data=True)):
+        output = tmp_path / f"{found.cell.name}.json"
+        command = ["evaluate", str(found.cell.run), "--perplexity", f"random={tokens}", "--output", str(output)]
+        subprocess.run([sys.executable, "-m", "megatron_fanformer", *command], check=True)
+        again = msgspec.json.decode(output.read_bytes())["perplexity"]["random"]["loss"]
+        assert found.loss == pytest.approx(again, abs=1e-6)

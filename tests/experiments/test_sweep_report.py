@@ -11,17 +11,17 @@ import pytest
 from megatron_fanformer import cli
 from megatron_fanformer.checkpoint.run_folder import METRICS
 from megatron_fanformer.durable_files import write_atomically
-from megatron_fanformer.experiments.cells import ReportConfig, Sweep, SweepConfig, TuneConfig, read_sweep
+from megatron_fanformer.experiments.cells import ReportConfig, Sweep, SweepConfig, read_sweep
 from megatron_fanformer.experiments.outcomes import Group, choices, compared, due, groups_of, in_play, outcomes
 from megatron_fanformer.experiments.result import read_result
+from megatron_fanformer.experiments.sweep import run_sweep
 from megatron_fanformer.experiments.sweep_report import Comparison, comparisons, findings
-from megatron_fanformer.experiments.sweep_run import run_sweep
 from tests.experiments.making import STAND_IN, changed, write_sweep
 from tests.experiments.stand_in import BASE_THAT_FAILS, PLANTED, train
 from tests.small_runs import write_tokens
 
 ARMS = ("transformer", "p0", "fanformer")
-PRIMARY = [["fanformer", "transformer"], ["fanformer", "p0"]]
+PRIMARY = [("fanformer", "transformer"), ("fanformer", "p0")]
 SPREAD = 0.02  # of one arm's losses about their seed's
 
 
@@ -31,14 +31,13 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def config(**report: Any) -> SweepConfig:
-    fields = {"compare": "arm", "baseline": "transformer", "other_baselines": ["p0"], "primary": PRIMARY, **report}
-    rates = {name: {} for name in ("low", "high")}
+    fields = {"compare": "arm", "baseline": "transformer", "primary": PRIMARY, **report}
     return SweepConfig(
         experiment="planted",
         folder="none",
         base="none",
-        axes={"arm": dict.fromkeys(ARMS), "lr": rates},
-        tune=TuneConfig(axis="lr"),
+        axes={"arm": {arm: {} for arm in ARMS}, "lr": {"low": {}, "high": {}}},
+        tune="lr",
         seeds=5,
         report=ReportConfig(**fields),
     )
@@ -82,7 +81,7 @@ def test_planted_effects_are_found() -> None:
 def test_what_was_not_stated_is_exploratory_and_too_few_seeds_or_steps_show_nothing() -> None:
     groups = planted(random.Random(1), 1.0)
     by_pair = {(each.point, each.baseline): each for each in comparisons(config(), groups)}
-    assert list(by_pair) == [*map(tuple, PRIMARY), ("p0", "transformer")]
+    assert list(by_pair) == [*PRIMARY, ("p0", "transformer")]
     assert by_pair["p0", "transformer"].adjusted is None
     *primary, other = findings(config(), list(by_pair.values()), steps=50)
     assert [each.shows for each in primary] == [True, True]
@@ -98,7 +97,7 @@ def test_what_was_not_stated_is_exploratory_and_too_few_seeds_or_steps_show_noth
         experiment="one",
         folder="none",
         base="none",
-        axes={"arm": dict.fromkeys(ARMS[::2])},
+        axes={"arm": {arm: {} for arm in ARMS[::2]}},
         seeds=5,
         report=ReportConfig(compare="arm", baseline="transformer"),
     )
@@ -106,7 +105,7 @@ def test_what_was_not_stated_is_exploratory_and_too_few_seeds_or_steps_show_noth
 
 
 def test_comparisons_are_made_apart_at_the_points_of_an_axis() -> None:
-    axes = {"arm": dict.fromkeys(ARMS[::2]), "optimizer": dict.fromkeys(("adamw", "muon"))}
+    axes: dict[str, Any] = {"arm": {arm: {} for arm in ARMS[::2]}, "optimizer": {"adamw": {}, "muon": {}}}
     report = ReportConfig(compare="arm", baseline="transformer", primary=PRIMARY[:1], by=["optimizer"])
     two = SweepConfig(experiment="two", folder="none", base="none", axes=axes, seeds=4, report=report)
     losses = {"transformer": 3.0, "fanformer": 2.9}
@@ -125,11 +124,12 @@ def test_comparisons_are_made_apart_at_the_points_of_an_axis() -> None:
     assert ", optimizer muon" in list(findings(two, [adamw, muon], steps=99))[1].sentence
 
 
-def tuned(place: Path, tokens: str, rates: dict[str, Any], **fields: Any) -> Path:
+def tuned(place: Path, tokens: str, rates: dict[str, Any]) -> Path:
     """Two arms over rates: the stand-in's loss is lowest at 0.01 for the Transformer, at 0.02 for FANformer."""
     axes = {"architecture": {"transformer": {"model.fan.placement": "none"}, "fanformer": {}}, "lr": rates}
-    report = {"compare": "architecture", "baseline": "transformer", "fewest_steps": 10}
-    return write_sweep(place, tokens, axes=axes, tune={"axis": "lr"}, seeds=3, report=report, **fields)
+    report = {"compare": "architecture", "baseline": "transformer"}
+    changes = {"training.train_iters": 50}
+    return write_sweep(place, tokens, axes=axes, tune="lr", seeds=3, report=report, changes=changes)
 
 
 RATES = {f"{rate:g}": {"optimizer.lr": rate} for rate in (0.005, 0.01, 0.02, 0.04)}
@@ -188,7 +188,7 @@ def test_a_sweep_without_a_result_does_not_end_as_a_complete_one(
     assert cli.main(["sweep", str(file), "run"]) == 0
     assert "all cells are complete" in capsys.readouterr().out
     shutil.rmtree(sweep.cells[0].run)
-    write_atomically(sweep.cells[0].failure, "nan\nexit code 4\n")
+    write_atomically(sweep.cells[0].beside(".failed"), "nan\nexit code 4\n")
     assert cli.main(["sweep", str(file), "run"]) == 1
     assert "all points of lr diverged, fanformer; add others" in capsys.readouterr().err
 
@@ -207,8 +207,6 @@ def test_a_rate_that_diverges_is_not_tried_again_and_one_at_the_edge_is_named(
     shown = capsys.readouterr().out
     assert "transformer: 0.01 is best\n" in shown and "fanformer: 0.01 is best" in shown
     changed(file, axes={**sweep.config.axes, "lr": dict(list(RATES.items())[:3])})
-    assert cli.main(["sweep", str(file), "dry-run"]) == 0
-    assert "the best" in capsys.readouterr().out
     lines: list[str] = []  # with 0.02 FANformer's best changes, and its runs at 0.01 are in no comparison
     longer = read_sweep(file, needs_data=True)
     *_, last = finished(longer)

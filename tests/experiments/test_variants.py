@@ -5,9 +5,8 @@ import dataclasses
 import pytest
 
 from megatron_fanformer.convert.name_table import Format, SeenFAN, expected_shapes, fan_of_tensors
-from megatron_fanformer.experiments.variants import VARIANTS
 from megatron_fanformer.model.config import PRESETS, FANConfig, FANformerConfig
-from tests.experiments.table_2 import variants
+from tests.experiments.table_2 import VARIANTS, variants
 
 LARGE, LAPTOP = (
     PRESETS["fanformer-1b"],
