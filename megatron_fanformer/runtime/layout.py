@@ -59,6 +59,7 @@ MOVED_FIELDS = {
     "logging.straggler_factor": "",
     "logging.straggler_interval": "",
     "training.max_restarts": "",
+    "evaluation.perplexity.batches": "",
     "evaluation.perplexity.chunking": "",
     "evaluation.perplexity.eod_id": "",
 }

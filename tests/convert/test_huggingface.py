@@ -269,27 +269,20 @@ def test_special_tokens_around_a_text_are_left_out(is_sequence, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    "settings",
     [
-        ({"model_type": "unigram"}, "is not a byte-pair model"),
-        ({"byte_fallback": False}, "has no byte fallback"),
-        ({"normalization_rule_name": "nmt_nfkc"}, "normalises the text"),
-        ({"add_dummy_prefix": True}, "puts a space in front"),
-        ({"remove_extra_whitespaces": True}, "removes spaces"),
+        {"model_type": "unigram"},
+        {"byte_fallback": False},
+        {"normalization_rule_name": "nmt_nfkc"},
+        {"add_dummy_prefix": True},
+        {"remove_extra_whitespaces": True},
     ],
 )
-def test_a_sentencepiece_model_without_an_equal_is_refused(settings, message, tmp_path):
+def test_a_sentencepiece_model_without_an_equal_is_refused(settings, tmp_path):
     train_plain(tmp_path, **settings)
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match="has no exact equivalent"):
         export_with(tmp_path / "plain.model", tmp_path)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_tokenizer_that_came_out_different_is_not_let_out(sentencepiece_model, tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenizer_files, "_merges", lambda scores: iter(()))
-    with pytest.raises(InputError, match="has no exact equivalent"):
-        export_with(sentencepiece_model, tmp_path)
-    assert list(tmp_path.iterdir()) == []
 
 
 def edited_copy(exported, tmp_path, **fields):

@@ -40,7 +40,7 @@ def test_all_flags_of_megatron_lm_are_answered_at_once() -> None:
     assert message(*line).splitlines() == [
         "'--num-layers' is not an override (--section.field VALUE); did you mean model.num_layers?",
         f"'--data-path' is not an override (--section.field VALUE); did you mean {COUNTERPARTS['data_path']}?",
-        "'--micro-batch-size=2' is not an override (--section.field VALUE); did you mean training.micro_batch_size?",
+        "'--micro-batch-size' is not an override (--section.field VALUE); did you mean training.micro_batch_size?",
         "'--zip' is not an override; write --section.field VALUE",
     ]
 

@@ -6,7 +6,6 @@ import pytest
 import yaml
 
 from megatron_fanformer.cli import main
-from megatron_fanformer.errors import InputError
 from megatron_fanformer.train.config import load_config
 from megatron_fanformer.train.config_reference import field_list, run_sections
 from tests.small_runs import ROOT
@@ -53,8 +52,6 @@ def test_the_configuration_of_an_earlier_run_is_read(core: str) -> None:
     assert "batches: null" in file.read_text() and "cpu_shared_memory_collectives" in file.read_text()
     config = load_config(file, report=lambda _: None)
     assert config.evaluation.perplexity.limit_tokens is None
-    with pytest.raises(InputError, match=r"evaluation\.perplexity\.batches; .*limit_tokens"):
-        load_config(file, ["--evaluation.perplexity.batches", "3"], report=lambda _: None)
 
 
 def test_the_home_directory_may_stand_in_any_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
