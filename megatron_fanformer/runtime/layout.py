@@ -58,6 +58,7 @@ MOVED_FIELDS = {
     "logging.source_interval": "",
     "logging.straggler_factor": "",
     "logging.straggler_interval": "",
+    "logging.wandb_mode": "",
     "training.max_restarts": "",
     "evaluation.perplexity.batches": "",
     "evaluation.perplexity.chunking": "",

@@ -4,7 +4,7 @@ Every problem of a configuration is reported together, one line each, before any
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
@@ -25,7 +25,7 @@ from megatron_fanformer.configuration import (
 from megatron_fanformer.convert.megatron_names import COUNTERPARTS, plain
 from megatron_fanformer.convert.recognition import find_checkpoint
 from megatron_fanformer.data.config import DataConfig
-from megatron_fanformer.data.mixes import FIRST_MIX, first_step, step_problems
+from megatron_fanformer.data.mixes import first_step, step_problems
 from megatron_fanformer.errors import CorruptError, InputError, broken_fields
 from megatron_fanformer.evaluate.config import EvaluationConfig
 from megatron_fanformer.model.config import PRESETS, FANformerConfig, KernelsConfig, PrecisionConfig
@@ -194,22 +194,6 @@ class RunConfig:
         steps = {name: first_step(name, batch_tokens=self.batch_tokens) for name in self.data.stages}
         return dict(sorted(steps.items(), key=itemgetter(1)))
 
-    def mix_spans(self) -> dict[str, tuple[int, int]]:
-        """Return the first and the last step of each mix of a run with several; nothing for one alone.
-
-        Raises:
-            InputError: a name does not state where its mix begins.
-        """
-        if not self.data.stages:
-            return {}
-        begins = {FIRST_MIX: 1, **self.mix_steps()}
-        ends = [*(step - 1 for step in list(begins.values())[1:]), self.training.steps]
-        return {name: (first, end) for (name, first), end in zip(begins.items(), ends, strict=True)}
-
-    def mix_lines(self) -> list[str]:
-        """Return a line for each mix of a run with several."""
-        return [f"{name}: steps {first:,} to {last:,}" for name, (first, last) in self.mix_spans().items()]
-
     def run_shape(self, ranks: int, *, threads: int | None = None) -> RunShape:
         """Return the facts that decide the environment of a process of this run (`runtime.environment`).
 
@@ -368,28 +352,17 @@ def with_preset(values: dict[str, Any]) -> dict[str, Any]:
     stated = {key: value for key, value in model.items() if key != "preset"}
     if name == FROM_CHECKPOINT:
         checkpoint, shape = _checkpoint_and_model(values)
-        if lines := list(_disagreements(stated, dataclasses.asdict(shape), "model.", checkpoint)):
-            raise InputError("\n".join(lines))
+        if extra := [key for key in stated if key not in OF_THE_RUN and hasattr(shape, key)]:
+            raise InputError(
+                f"model.{extra[0]} is stated, but {PRESET_KEY} is {FROM_CHECKPOINT}, and {checkpoint} has its own; "
+                "leave it out"
+            )
     else:
         shape = PRESETS[name]
     merged = {**dataclasses.asdict(shape), **stated}
     if isinstance(stated.get("fan"), dict):
         merged["fan"] = {**dataclasses.asdict(shape.fan), **stated["fan"]}
     return {**values, "model": merged}
-
-
-def _disagreements(stated: dict[str, Any], shape: dict[str, Any], prefix: str, checkpoint: str) -> Iterator[str]:
-    """Yield a line for each stated field that is not the checkpoint's. Keys that no model has are refused elsewhere."""
-    for name, value in stated.items():
-        if prefix == "model." and name in OF_THE_RUN:
-            continue
-        if isinstance(value, dict) and isinstance(shape.get(name), dict):
-            yield from _disagreements(value, shape[name], f"{prefix}{name}.", checkpoint)
-        elif name in shape and value != shape[name]:
-            yield (
-                f"{prefix}{name} is {value}, but {PRESET_KEY} is {FROM_CHECKPOINT}, and {checkpoint} was saved with "
-                f"{shape[name]}; leave it out"
-            )
 
 
 def _checkpoint_and_model(values: dict[str, Any]) -> tuple[str, FANformerConfig]:
@@ -418,4 +391,4 @@ def _text(values: dict[str, Any], section: str, name: str) -> str | None:
     """Return a field that has not been checked yet; None where it is no text, which is refused elsewhere."""
     fields = values.get(section)
     value = fields.get(name) if isinstance(fields, dict) else None
-    return value if isinstance(value, str) and "\0" not in value else None
+    return value if isinstance(value, str) else None

@@ -7,13 +7,12 @@ from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 import yaml
 
 from megatron_fanformer.checkpoint.run_folder import METRICS, metrics_entry
-from megatron_fanformer.configuration import by_dotted_names
 from megatron_fanformer.durable_files import naming, regular_file, write_atomically
 from megatron_fanformer.train.metrics import console_text, dashboard_name, numbers
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 TENSORBOARD_FOLDER = "tensorboard"
 WANDB_FOLDER = "wandb"
 RUN_ID = f"{WANDB_FOLDER}/run-id"
-LAST_STEP = f"{WANDB_FOLDER}/last-step"
 WANDB_SECONDS = 60  # a run's longest wait for its server, at its start and end
 
 logger = logging.getLogger(__name__)
@@ -80,7 +78,7 @@ class Logger(ABC):
 
 
 class JSONLines(Logger):
-    """Appends one object per step to metrics.jsonl; lines that no run wrote are kept as they are."""
+    """Appends one object per step to metrics.jsonl."""
 
     is_needed = True
     files = (METRICS,)
@@ -89,13 +87,8 @@ class JSONLines(Logger):
         self._path = start.run / METRICS
         if self._path.exists():
             # A crash in the middle of a write leaves a line without its end.
-            *lines, _torn = self._path.read_bytes().split(b"\n")
-            steps = [None if entry is None else entry["step"] for entry in map(metrics_entry, lines)]
-            if None in steps:
-                line = steps.index(None) + 1
-                logger.warning("%s: line %d is not a step's metrics; such lines are kept", self._path, line)
-            numbered = zip(lines, steps, strict=True)
-            kept = [line + b"\n" for line, step in numbered if step is None or step <= start.step]
+            entries = [(line, metrics_entry(line)) for line in self._path.read_bytes().split(b"\n")[:-1]]
+            kept = [line + b"\n" for line, entry in entries if entry is not None and entry["step"] <= start.step]
             write_atomically(self._path, b"".join(kept))
         self._file = self._path.open("a")
 
@@ -163,14 +156,10 @@ class TensorBoard(Logger):
 
     def __init__(self, start: Start) -> None:
         from torch.utils.tensorboard import SummaryWriter
-        from torch.utils.tensorboard.summary import hparams
 
         self._writer = SummaryWriter(str(start.run / TENSORBOARD_FOLDER), purge_step=start.step + 1)
         configuration = f"```yaml\n{yaml.safe_dump(start.values, sort_keys=False)}```"
         self._writer.add_text("configuration", configuration, start.step)
-        plain = {k: v for k, v in by_dotted_names(start.values).items() if isinstance(v, bool | int | float | str)}
-        for summary in hparams(plain, {"train/loss": None}):
-            cast(Any, self._writer.file_writer).add_summary(summary)  # typed as the None that it was once
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
         """Record the metrics of one step."""
@@ -185,7 +174,7 @@ class TensorBoard(Logger):
 class WeightsAndBiases(Logger):
     """Keeps one W&B run for the whole run, however often that is resumed: its id is kept in the run's folder.
 
-    W&B removes nothing: the steps that it has already are left out.
+    W&B removes nothing: the steps that its server has already are left out.
     """
 
     setting = "wandb_project"
@@ -196,10 +185,8 @@ class WeightsAndBiases(Logger):
         import wandb
 
         config = start.logging
-        file, last_step_file = start.run / RUN_ID, start.run / LAST_STEP
+        file = start.run / RUN_ID
         file.parent.mkdir(exist_ok=True)
-        last_step_file.touch()
-        last_step = int(regular_file(last_step_file).read_text() or 0)
         run_id = regular_file(file).read_text().strip() if file.exists() else uuid.uuid4().hex
         # For the whole process, so that without a key it fails, and asks for none: the other ranks would wait.
         wandb.setup(wandb.Settings(silent=True))
@@ -207,7 +194,6 @@ class WeightsAndBiases(Logger):
             project=config.wandb_project,
             entity=config.wandb_entity,
             name=config.wandb_exp_name,
-            mode=config.wandb_mode,
             id=run_id,
             resume="allow",
             dir=str(start.run),
@@ -217,10 +203,9 @@ class WeightsAndBiases(Logger):
             ),
         )
         write_atomically(file, self._run.id)
-        # Rows cannot be taken back: what W&B has already stays. Online, its server knows what that is.
-        self._last_step = last_step if self._run.offline else self._run.step - 1
-        self._last_step_file = last_step_file.open("r+")
-        if not self._run.offline:
+        # Rows cannot be taken back: what W&B's server has already stays.
+        self._last_step = max(start.step, self._run.step - 1)
+        if self._run.url:
             logger.info("Weights & Biases: %s", self._run.url)
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
@@ -228,15 +213,10 @@ class WeightsAndBiases(Logger):
         if step > self._last_step:
             row = {dashboard_name(name): value for name, value in numbers(metrics).items()}
             self._run.log(row, step=step, commit=True)
-            self._last_step = step
-            self._last_step_file.seek(0)
-            self._last_step_file.write(f"{step:20}\n")  # one write over the last, which is as long
-            self._last_step_file.flush()
 
     def close(self, *, failed: bool = False) -> None:
         """Send the rest, and end."""
         import wandb
 
-        self._last_step_file.close()
         self._run.finish(exit_code=int(failed))
         wandb.teardown()  # waits for W&B's own process, which writes the last rows after `finish`

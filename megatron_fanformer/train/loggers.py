@@ -5,11 +5,11 @@ A resumed run removes the records of steps after its checkpoint, so that each st
 
 import importlib.util
 import logging
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -54,15 +54,13 @@ class LoggingConfig:
     """Team or user there; null: the account's own."""
     wandb_exp_name: str | None = None
     """Name of the run there; null: W&B chooses."""
-    wandb_mode: Literal["online", "offline"] | None = None
-    """`offline` keeps the log in the run's folder, for `wandb sync`; null: by WANDB_MODE, else online."""
     norm_interval: int | None = 100
     """Steps between norms of weights, peak memory, tokens of each source, and the slowest rank; null: none."""
     phase_interval: int | None = 1000
     """Steps between measurements of the FAN map's phases (docs/metrics.md#phase-health), which CUDA graphs turn off;
     null: none."""
     folder: str | None = None
-    """Folder for a log file of each rank (`rank-00000.log` and so on); `train --log-file` takes precedence."""
+    """Folder for a log file of each rank (`rank-00000.log` and so on); null: none."""
     profile_steps: list[int] | None = None
     """The first and the last step to profile, into the run's folder (docs/debugging.md#where-the-time-goes)."""
     profile_ranks: list[int] | None = field(default_factory=lambda: [0])
@@ -143,32 +141,18 @@ class Loggers:
             for name, text in {CONFIG: yaml.safe_dump(values, sort_keys=False), **(beside or {})}.items():
                 write_atomically(self._run / name, text)
             for name, kind in LOGGERS.items():
-                if not kind.is_on(self._config) or name in self._failed:
-                    continue
-                try:
-                    self._open[name] = kind(start)
-                except Exception as error:
-                    if kind.is_needed:
-                        raise
-                    self._leave_out(name, error)
+                if kind.is_on(self._config) and name not in self._failed:
+                    with self._left_out_if_it_fails(name, kind):
+                        self._open[name] = kind(start)
         except OSError as error:
             reason = f"cannot be written ({write_refusal(error, self._run)}); free space, or name another"
             raise InputError(f"training.run_dir {self._run} {reason}") from error
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
-        """Record a step's metrics everywhere; every `log_interval` steps in this rank's log, too."""
-        if step % self._config.log_interval == 0 or step >= self._steps:
-            numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
-            logger.debug("step %d  %s", step, "  ".join(f"{name} {value:g}" for name, value in numbers.items()))
+        """Record a step's metrics everywhere."""
         for name, opened in list(self._open.items()):
-            try:
+            with self._left_out_if_it_fails(name, type(opened)):
                 opened.write(step, metrics)
-            except Exception as error:  # whatever a library or a network raises
-                if opened.is_needed:
-                    raise
-                self._leave_out(name, error)
-                with suppress(Exception):  # one failure is reported
-                    self._open.pop(name).close(failed=True)
 
     def close(self, *, failed: bool = False) -> None:
         """Close all loggers; they can be opened again.
@@ -176,20 +160,21 @@ class Loggers:
         Args:
             failed: whether the run ends with an error.
         """
-
-        def close_one(name: str, opened: Logger) -> None:
-            try:
+        for name, opened in list(self._open.items()):  # in the table's order: one that waits for a server is last
+            del self._open[name]
+            with self._left_out_if_it_fails(name, type(opened)):
                 opened.close(failed=failed)
-            except Exception as error:
-                if opened.is_needed:
-                    raise
-                self._leave_out(name, error)
 
-        with ExitStack() as closing:  # of all, in the table's order, in which one that waits for a server is last
-            while self._open:
-                closing.callback(close_one, *self._open.popitem())
-
-    def _leave_out(self, name: str, error: Exception) -> None:
-        """Warn that a logger has failed, and never open it again: it would have a hole, and may fail again."""
-        self._failed.add(name)
-        logger.warning("%s is without this run's metrics from here on: %s: %s", name, type(error).__name__, error)
+    @contextmanager
+    def _left_out_if_it_fails(self, name: str, kind: type[Logger]) -> Iterator[None]:
+        """Warn where a logger fails, and never open it again: it would have a hole, and may fail again."""
+        try:
+            yield
+        except Exception as error:  # whatever a library or a network raises
+            if kind.is_needed:
+                raise
+            self._failed.add(name)
+            logger.warning("%s is without this run's metrics from here on: %s: %s", name, type(error).__name__, error)
+            if opened := self._open.pop(name, None):
+                with suppress(Exception):  # one failure is reported
+                    opened.close(failed=True)

@@ -24,12 +24,10 @@ from megatron_fanformer.data.check import (
 )
 from megatron_fanformer.data.fingerprint import (
     DataFingerprint,
-    another_tokenizer,
     fingerprint_data,
     fingerprint_from_plain,
     resumed_fingerprint,
 )
-from megatron_fanformer.data.manifest import read_manifest
 from megatron_fanformer.data.mixes import Mix, ordered
 from megatron_fanformer.data.sample_counts import SampleCounts
 from megatron_fanformer.data.tokenizer import load_tokenizer
@@ -37,7 +35,6 @@ from megatron_fanformer.errors import CorruptError, InputError, collect_problems
 from megatron_fanformer.evaluate.survey import EvaluationSurvey, survey_evaluation
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.stores import is_url
-from megatron_fanformer.terminal import some
 from megatron_fanformer.train.config import OF_THE_RUN, UNSTATED, RunConfig
 from megatron_fanformer.train.loggers import logger_problems
 from megatron_fanformer.train.machine_rules import (
@@ -78,8 +75,6 @@ class RunStart:
     """Tasks and sets to evaluate on, besides its validation data."""
     events: tuple[dict[str, Any], ...] = ()
     """The run's recovery events so far."""
-    changes: str = ""
-    """Fields of the configuration that differ from the checkpoint's, as the end of a line."""
 
     @property
     def resumed(self) -> Path | None:
@@ -106,28 +101,8 @@ def find_start(
         CorruptError: token files or a checkpoint are damaged.
     """
     problems: list[str] = []
-    replicas = None
     length_field = config.training.length_field
-    if not config.parallel.problems():
-        replicas = collect_problems(problems, lambda: config.parallel.resolve_data_parallel_size(world_size))
-    section_problems = config.section_problems()
-    problems += section_problems
-    if not section_problems:
-        config = collect_problems(problems, lambda: with_steps(config, report=logger.info)) or config
-        problems += config.joint_problems(replicas or 1)
-    tokenizer_problems = _tokenizer_problems(config)
-    problems += tokenizer_problems
-    evaluation = None
-    if not (tokenizer_problems or section_problems):  # else the same would be reported twice
-        evaluation = collect_problems(
-            problems,
-            lambda: survey_evaluation(
-                config.evaluation,
-                seq_length=config.model.seq_length,
-                vocab_size=config.model.vocab_size,
-                tokenizer=config.data.tokenizer,
-            ),
-        )
+    config, evaluation = _check_config(config, world_size, problems)
     if problems and (config.checkpoint.mirror or is_url(config.checkpoint.load or "")):
         raise InputError("\n".join(problems))  # nothing is fetched for a run that cannot start
     if checkpoints := collect_problems(problems, lambda: _find_checkpoints(config)):
@@ -140,10 +115,9 @@ def find_start(
             problems += _model_problems(loaded, config, ignoring=ignoring)
     if problems or checkpoints is None or evaluation is None:
         raise InputError("\n".join(problems))
-    run = Path(config.training.run_dir)
+    run, steps = Path(config.training.run_dir), f"{config.training.steps:,}"
     is_saved = bool(candidates) and run_folder.step_of(candidates[0]) == config.training.steps
     if unless_complete and is_saved and not damaged and config.checkpoint.mirror is None:  # else to copy the rest
-        steps = f"{config.training.steps:,}"
         logger.info(
             "complete: %s of %s steps in %s; raise training.%s to train on, or name another training.run_dir",
             *(steps, steps, run, length_field),
@@ -153,19 +127,47 @@ def find_start(
     if problems := machine_problems(config):
         raise InputError("\n".join(problems))
     data = check_data(config)
-    identity = _identity(config, data, candidates if config.recovery.use_earlier_checkpoint else candidates[:1])
-    _warn_of_other_tokenizer(data, identity)
     return RunStart(
         candidates=candidates,
         damaged=damaged,
         loaded=loaded,
         data=data,
-        identity=identity,
+        identity=_identity(config, data, candidates if config.recovery.use_earlier_checkpoint else candidates[:1]),
         train_iters=config.training.steps,
         evaluation=evaluation,
-        changes=_changes_since(candidates[0], config) if candidates else "",
         events=tuple(read_events(run)) if candidates else (),
     )
+
+
+def _check_config(
+    config: RunConfig, world_size: int | None, problems: list[str]
+) -> tuple[RunConfig, EvaluationSurvey | None]:
+    """Add what is wrong with a configuration to `problems`.
+
+    Return it with its steps, and its tasks and perplexity sets where nothing is wrong with them.
+    """
+    replicas = None
+    if not config.parallel.problems():
+        replicas = collect_problems(problems, lambda: config.parallel.resolve_data_parallel_size(world_size))
+    section_problems = config.section_problems()
+    problems += section_problems
+    if not section_problems:
+        config = collect_problems(problems, lambda: with_steps(config)) or config
+        problems += config.joint_problems(replicas or 1)
+    tokenizer_problems = _tokenizer_problems(config)
+    problems += tokenizer_problems
+    if tokenizer_problems or section_problems:
+        return config, None  # the same would be reported twice
+    survey = collect_problems(
+        problems,
+        lambda: survey_evaluation(
+            config.evaluation,
+            seq_length=config.model.seq_length,
+            vocab_size=config.model.vocab_size,
+            tokenizer=config.data.tokenizer,
+        ),
+    )
+    return config, survey
 
 
 def machine_problems(config: RunConfig) -> list[str]:
@@ -202,11 +204,8 @@ def check_data(config: RunConfig) -> CheckedData:
     return data
 
 
-def with_steps(config: RunConfig, *, report: Callable[[str], None] = lambda _: None) -> RunConfig:
+def with_steps(config: RunConfig) -> RunConfig:
     """Return the configuration with `training.epochs` as `train_iters`, where it is of chats; else as it is.
-
-    Args:
-        report: is called with a line about the samples that the conversations make, and one about the steps.
 
     Raises:
         InputError: there are no such files, or no conversations to train or to validate on.
@@ -218,11 +217,11 @@ def with_steps(config: RunConfig, *, report: Callable[[str], None] = lambda _: N
     for name, conversations in validation_conversations(config.data).items():  # refused now, where there are none
         conversations.refuse_unlearned(name, config.model.seq_length)
     packing = pack(training_conversations(config.data).lengths, config.model.seq_length, seed=training.seed)
-    report(packing.describe())
+    logger.info("%s", packing.describe())
     if training.epochs is None:
         return config
     steps = math.ceil(training.epochs * len(packing) / training.global_batch_size)
-    report(f"{training.epochs:g} epochs are {steps:,} steps of {training.global_batch_size:,} samples")
+    logger.info("%g epochs are %d steps of %d samples", training.epochs, steps, training.global_batch_size)
     return with_train_iters(config, steps)
 
 
@@ -280,23 +279,6 @@ def _identity(config: RunConfig, data: CheckedData, candidates: Sequence[Path]) 
             logger.info("data changed after step %d: %s: %s", change.step, change.name, change.what)
         return identity
     return present
-
-
-def _warn_of_other_tokenizer(data: CheckedData, identity: DataFingerprint) -> None:
-    """Warn where the tokenizer that goes into every checkpoint is not the one that made the training data."""
-    digest = identity.tokenizer
-    if digest is None:
-        return
-    sources = [source for blend in (data.train, *data.mixes.values()) for source in blend.sources]
-    manifests = {prefix: read_manifest(prefix) for source in sources for prefix in source.prefixes}
-    stated = {redacted(prefix): manifest.tokenizer.sha256 for prefix, manifest in manifests.items() if manifest}
-    if other := another_tokenizer(stated.values(), digest, "data.tokenizer"):
-        logger.warning(
-            "training data (%s) were made with %s, which goes into every checkpoint; unless both give the same ids, "
-            "name the one that made them",
-            some(prefix for prefix, made in stated.items() if made not in ("", digest)),
-            other,
-        )
 
 
 # -- checkpoints
@@ -384,15 +366,6 @@ def _resume_problems(checkpoint: Path, config: RunConfig, length_field: str) -> 
         for name in KEPT
         if present[name] != before.get(name)
     ]
-
-
-def _changes_since(checkpoint: Path, config: RunConfig) -> str:
-    """Return the fields that differ from those a checkpoint was saved with, as the end of a line."""
-    saved = by_dotted_names(run_folder.saved_config(checkpoint))
-    present = by_dotted_names(config.as_dict())
-    stated = {name: value for name, value in present.items() if value is not None}  # the rest follows from the machine
-    changes = [f"{name} {saved[name]} → {value}" for name, value in stated.items() if value != saved.get(name, value)]
-    return f", with {', '.join(changes)}" if changes else ""
 
 
 def _model_problems(checkpoint: Path, config: RunConfig, ignoring: tuple[str, ...] = ()) -> list[str]:

@@ -16,25 +16,12 @@ from rich.console import Console
 
 from megatron_fanformer.errors import InputError, Interrupted
 from megatron_fanformer.terminal import FILE_ONLY
-from megatron_fanformer.train.loggers import LoggingConfig
 
 PACKAGE = "megatron_fanformer"
 PYTHON_WARNINGS = "py.warnings"  # the logger that logging.captureWarnings writes to
 SLOW_SECONDS = 1.0  # after which a part of a run's start is logged
 
 logger = logging.getLogger(__name__)
-
-
-def log_file(config: LoggingConfig, stated: Path | None, *, rank: int, world_size: int) -> Path | None:
-    """Return the log file of a rank; None if none is configured.
-
-    Args:
-        stated: the path on the command line; with several ranks each puts its number before the suffix. It takes
-            precedence over `logging.folder`.
-    """
-    if stated is not None:
-        return stated if world_size == 1 else stated.with_name(f"{stated.stem}.rank-{rank:05d}{stated.suffix}")
-    return None if config.folder is None else Path(config.folder) / f"rank-{rank:05d}.log"
 
 
 class RunLog:
@@ -51,20 +38,21 @@ class RunLog:
         for handler in self._handlers:
             logging.getLogger().addHandler(handler)
 
-    def write_to(self, file: Path | None) -> None:
-        """Write the log to a file from now on; None: to none.
+    def write_to(self, folder: str | None) -> None:
+        """Write the log to this rank's file in a folder from now on; None: to none.
 
         Raises:
             InputError: the file cannot be written.
         """
-        if file is None:
+        if folder is None:
             return
+        file = Path(folder) / f"rank-{self._rank:05d}.log"
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             handler = logging.FileHandler(file, encoding="utf-8")  # appends: a resumed run keeps its earlier log
         except OSError as error:
             raise InputError(
-                f"log file {file} cannot be written ({error.strerror}); name another with --log-file or logging.folder"
+                f"log file {file} cannot be written ({error.strerror}); name another logging.folder"
             ) from None
         pattern = f"%(asctime)s %(levelname)s rank {self._rank} %(name)s: %(message)s"
         handler.setFormatter(logging.Formatter(pattern))

@@ -14,7 +14,7 @@ from megatron_fanformer.runtime import environment
 from megatron_fanformer.runtime.launch import launch_ranks, read_payload, refuse_ranks_without_gpu
 from megatron_fanformer.train.config import RunConfig, load_config, print_on_stderr
 from megatron_fanformer.train.preflight import RunStart, find_start
-from megatron_fanformer.train.run_log import RunLog, log_file, run_log
+from megatron_fanformer.train.run_log import RunLog, run_log
 
 if TYPE_CHECKING:
     from megatron_fanformer.runtime.parallel import RankGrid
@@ -24,12 +24,11 @@ DEGREES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "contex
 logger = logging.getLogger(__name__)
 
 
-def start_run(file: Path, overrides: Sequence[str], arguments: Sequence[str], log: Path | None = None) -> None:
+def start_run(file: Path, overrides: Sequence[str], arguments: Sequence[str]) -> None:
     """Run a configuration on this machine, on as many local ranks as its layout asks for.
 
     Args:
         arguments: of this command, for the ranks to be started with.
-        log: the log file, if the command names one.
 
     Raises:
         InputError: the configuration is wrong; nothing was written.
@@ -41,7 +40,7 @@ def start_run(file: Path, overrides: Sequence[str], arguments: Sequence[str], lo
 
         def begin() -> None:
             if (ranks := local_ranks(config)) == 1:
-                started.write_to(log_file(config.logging, log, rank=0, world_size=1))
+                started.write_to(config.logging.folder)
             _log_start(config, ranks, " on this machine")
             _prepare_libraries(config, ranks)
 
@@ -86,7 +85,7 @@ def _prepare_libraries(config: RunConfig, ranks: int, *, threads: int | None = N
         logger.info("%s", line)
 
 
-def run_rank(file: Path, overrides: Sequence[str], address: devices.RankAddress, log: Path | None = None) -> None:
+def run_rank(file: Path, overrides: Sequence[str], address: devices.RankAddress) -> None:
     """Run a configuration as one of the ranks that a launcher started.
 
     Each rank checks its address and layout; rank 0 checks the rest, unless our own launcher did.
@@ -101,7 +100,7 @@ def run_rank(file: Path, overrides: Sequence[str], address: devices.RankAddress,
         if problems := [*config.parallel.problems(), *config.runtime.problems()]:
             raise InputError("\n".join(problems))
         config.parallel.resolve_data_parallel_size(address.world_size)
-        started.write_to(log_file(config.logging, log, rank=address.rank, world_size=address.world_size))
+        started.write_to(config.logging.folder)
         if not is_launched_here:
             _log_start(config, address.world_size)
         threads = None

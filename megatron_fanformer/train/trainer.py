@@ -107,7 +107,7 @@ class Trainer:
         )
         self._open_logs()
         if self.step:
-            logger.info("continuing after step %d of %s%s", self.step, self.run, start.changes)
+            logger.info("continuing after step %d of %s", self.step, self.run)
 
     def train(self) -> None:
         """Run to the last step.
@@ -331,7 +331,7 @@ class Trainer:
         )
         parameters, steps = self.config.model.num_parameters, self.config.training.steps
         logger.info("a model of %s parameters, %s steps, in %s", f"{parameters:,}", f"{steps:,}", self.run)
-        for line in [*notices, *self.config.mix_lines()]:
+        for line in notices:
             logger.info("%s", line)
 
     def _build(self) -> None:

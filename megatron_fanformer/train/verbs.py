@@ -17,8 +17,6 @@ class TrainOptions:
 
     config: Path
     """Configuration file (YAML)."""
-    log_file: Path | None = option(None, metavar="PATH")
-    """Log file; where there are several ranks, each has its own: PATH with the rank's number."""
     overrides: tuple[str, ...] = overrides()
     command_line: tuple[str, ...] = command_line()
 
@@ -54,10 +52,10 @@ def train(options: TrainOptions) -> None:
 
         address = device.rank_address()
         if address is None:
-            start_run(options.config, options.overrides, options.command_line, options.log_file)
+            start_run(options.config, options.overrides, options.command_line)
         else:
             with report_failure():
-                run_rank(options.config, options.overrides, address, options.log_file)
+                run_rank(options.config, options.overrides, address)
 
 
 def config(options: ConfigOptions) -> None:
@@ -105,6 +103,7 @@ TRAIN = Verb(
     notes=ANY_FIELD,
     results_are_files=True,
     takes_signals=True,
+    removed={"--log-file": "set logging.folder, in which every rank has a log file"},
 )
 
 

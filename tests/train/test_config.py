@@ -66,8 +66,7 @@ def test_a_longer_context_states_its_positions_anew(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("load", "stated", "message"),
     [
-        ("base", {"hidden_size": 64, "num_layers": 3}, "model.hidden_size is 64, but model.preset is from-checkpoint"),
-        ("base", {"fan": {"p_ratio": 0.25}}, "was saved with 0.125; leave it out"),
+        ("base", {"hidden_size": 64}, "model.hidden_size is stated, but model.preset is from-checkpoint"),
         ("base", {"hidden": 64}, "unknown configuration key model.hidden; did you mean"),
         (None, {}, "model.preset is from-checkpoint, but checkpoint.load names none"),
         ("none", {}, "none does not exist"),

@@ -25,11 +25,11 @@ def test_the_file_has_everything_and_the_terminal_what_is_for_the_user(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with run_log(rank=0) as log:
-        log.write_to(tmp_path / "new" / "run.log")
+        log.write_to(str(tmp_path / "new"))
         logger.info("saved [bold]this[/bold] :smile:")
         logger.debug("took 3 s")
     assert capsys.readouterr() == ("saved [bold]this[/bold] :smile:\n", "")
-    lines = (tmp_path / "new" / "run.log").read_text().splitlines()
+    lines = (tmp_path / "new" / "rank-00000.log").read_text().splitlines()
     assert [line for line in lines if not LINE.fullmatch(line)] == []
     assert [line.split(" rank 0 megatron_fanformer.train.some_module: ")[1] for line in lines] == [
         "saved [bold]this[/bold] :smile:",
@@ -41,21 +41,21 @@ def test_warnings_reach_the_file_and_the_terminal_once(tmp_path: Path, capsys: p
     with warnings.catch_warnings(), run_log(rank=0) as log:
         warnings.simplefilter("always")
         quieten_libraries()
-        log.write_to(tmp_path / "run.log")
+        log.write_to(str(tmp_path))
         for _ in range(3):
             warnings.warn("this is slow", RuntimeWarning, stacklevel=1)
             warnings.warn(NOTICES[0], stacklevel=1)
     out, err = capsys.readouterr()
     assert (out.count("RuntimeWarning: this is slow"), err) == (1, "")
-    text = (tmp_path / "run.log").read_text()
+    text = (tmp_path / "rank-00000.log").read_text()
     assert text.count("WARNING rank 0 py.warnings:") == text.count("RuntimeWarning: this is slow") == 3
     assert NOTICES[0] not in out + text
 
 
 def test_a_log_file_that_cannot_be_written_is_an_input_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match=r"log file .* cannot be written .*--log-file"), run_log(rank=0) as log:
-        log.write_to(tmp_path / "file" / "run.log")
+    with pytest.raises(InputError, match=r"log file .* cannot be written .*logging.folder"), run_log(rank=0) as log:
+        log.write_to(str(tmp_path / "file"))
 
 
 # -- of a run
@@ -76,8 +76,7 @@ def test_a_run_says_the_same_on_the_terminal_with_a_log_file(
     tmp_path: Path, short_run: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = str(write_config(tmp_path / "config.yaml", short_run))
-    log = tmp_path / "run.log"
-    assert main(["train", "--config", config, "--log-file", str(log)]) == 0
+    assert main(["train", "--config", config, "--logging.folder", str(tmp_path)]) == 0
     out, err = capsys.readouterr()
     saved = f"step 2  saved {tmp_path / 'run' / 'checkpoints' / 'step-00000002'}"
     start, model, *_ = lines = out.splitlines()
@@ -85,7 +84,7 @@ def test_a_run_says_the_same_on_the_terminal_with_a_log_file(
     assert re.fullmatch(rf"a model of [\d,]+ parameters, 2 steps, in {tmp_path / 'run'}", model)
     assert "step 2/2  loss" in out
     assert lines[lines.index(saved) + 1] == f"complete: 2 steps, 128 tokens, in {tmp_path / 'run'}"
-    text = log.read_text()
+    text = (tmp_path / "rank-00000.log").read_text()
     assert f"INFO rank 0 megatron_fanformer.train.saves: {saved}" in text
     assert "DEBUG rank 0 megatron_fanformer.data.check: checked 1 pairs" in text
 
