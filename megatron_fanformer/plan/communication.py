@@ -86,7 +86,7 @@ def _terms(job: Job, stage: int, rank: int) -> Iterator[Term]:
 
 def _chunk_terms(job: Job, chunk: Chunk) -> Iterator[Term]:
     if chunk.has_embedding:  # each rank looks up its part of the vocabulary; the parts are summed
-        yield from (*_sum(job), *_sum_gradient(job))
+        yield from (*_sum(job), *_gather(job))
     for term in (*layer_forward(job), *layer_backward(job)):
         yield term.times(chunk.layers)
     for term in recomputed(job):
@@ -123,9 +123,8 @@ def layer_backward(job: Job) -> Iterator[Term]:
         yield from _core_attention(job)
     if not job.parallel.exchanges_heads:
         yield Term("cp", "reduce-scatter", "keys and values", _keys_and_values_bytes(job))
-    yield from _sum_gradient(job)
-    yield from (*_gather(job), *_sum(job))
-    yield from _sum_gradient(job, job.mlp_output_bytes)
+    yield from (*_gather(job), *_gather(job), *_sum(job))  # the first of the gradient of attention's sum
+    yield from _gather(job, _mlp_output_bytes(job))
 
 
 def recomputed(job: Job) -> Iterator[Term]:
@@ -184,25 +183,27 @@ def _keys_and_values_bytes(job: Job) -> int:
 
 
 def _mlp(job: Job) -> Iterator[Term]:
-    yield from (*_gather(job), *_sum(job, job.mlp_output_bytes))
+    yield from (*_gather(job), *_sum(job, _mlp_output_bytes(job)))
 
 
-def _gather(job: Job) -> Iterator[Term]:
-    """Yield the gather of a column parallel map's input: [c / T, b, h] of each rank to [c, b, h]."""
+def _mlp_output_bytes(job: Job) -> int:
+    """Return the bytes of the second map's output, [c, b, h]; of its p | g, where it is a FAN layer's."""
+    _, (rows, _) = job.model.ffn_maps
+    return job.activation_bytes * rows
+
+
+def _gather(job: Job, message_bytes: int | None = None) -> Iterator[Term]:
+    """Yield the gather of a column parallel map's input, [c / T, b, h] of each rank to [c, b, h] unless stated, or of
+    the gradient of a sum, of which each rank has its part of the sequence.
+    """
     if job.parallel.sequence_parallel:
-        yield Term("tp", "all-gather", ACTIVATIONS, job.hidden_bytes)
+        yield Term("tp", "all-gather", ACTIVATIONS, message_bytes or job.hidden_bytes)
 
 
 def _sum(job: Job, message_bytes: int | None = None) -> Iterator[Term]:
     """Yield a sum over the ranks, of [c, b, h] unless stated; under sequence parallelism each rank keeps its part."""
     kind = "reduce-scatter" if job.parallel.sequence_parallel else "all-reduce"
     yield Term("tp", kind, ACTIVATIONS, message_bytes or job.hidden_bytes)
-
-
-def _sum_gradient(job: Job, message_bytes: int | None = None) -> Iterator[Term]:
-    """Yield the gather of a sum's gradient, of which each rank has its part of the sequence."""
-    if job.parallel.sequence_parallel:
-        yield Term("tp", "all-gather", ACTIVATIONS, message_bytes or job.hidden_bytes)
 
 
 def _pipeline_terms(job: Job, stage: int) -> Iterator[Term]:

@@ -87,7 +87,11 @@ def check_formats(config: RunConfig, machine: Machine) -> None:
     machine.flops_per_second(config.precision.dtype)
     if config.precision.fp8:
         machine.flops_per_second("fp8")
-        machine.check_recipe(config.precision.fp8_recipe)
+        if config.precision.fp8_recipe == "mxfp8" and not machine.has_mxfp8:
+            raise InputError(
+                f"precision.fp8_recipe is mxfp8, whose blocks of 32 {machine.name} does not scale in hardware; choose "
+                "another precision.fp8_recipe, or set the machine's has_mxfp8 to true"
+            )
 
 
 def problems(config: RunConfig, gpus: int) -> list[str]:

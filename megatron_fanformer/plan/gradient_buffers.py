@@ -26,33 +26,28 @@ EMBEDDING = "word_embeddings"
 
 
 class OptimizerStates(Protocol):
-    """States that an optimizer keeps of each weight, beside the main weight itself."""
+    """States that an optimizer keeps of each weight, beside the main weight itself.
+
+    A weight goes by its name in Megatron's modules, a tied embedding's second copy by `EMBEDDING`; norms and biases
+    have one dimension, matrices two.
+    """
 
     def state_bytes(self, name: str, dimensions: int) -> int:
-        """Return the bytes of each element.
-
-        Args:
-            name: as Megatron's modules name the weight; a tied embedding's second copy goes by `EMBEDDING`.
-            dimensions: 1 of norms and biases, 2 of matrices.
-        """
+        """Return the bytes of each element."""
 
     def takes_whole(self, name: str, dimensions: int) -> bool:
-        """Return whether the update of a weight depends on all of it, so that ranks exchange their parts; arguments as
-        above.
-        """
+        """Return whether the update of a weight depends on all of it, so that ranks exchange their parts."""
 
 
 class Weight(NamedTuple):
     """One parameter of one rank."""
 
-    name: str
-    """Name of the parameter in Megatron; a layer's has no layer number."""
+    name: str  # in Megatron; a layer's has no layer number
     elements: int
     is_partial: bool = False
-    """True if its gradient covers this rank's part of the sequence, or its heads, alone, and is summed over the tensor
-    parallel ranks."""
-    is_shared: bool = False
-    """True if it is one of two copies of a tied embedding, on the first and the last stage."""
+    """True if its gradient is of this rank's part of the sequence, or of its heads, and summed over the tensor parallel
+    ranks."""
+    is_shared: bool = False  # one of two copies of a tied embedding, on the first and the last stage
 
     @property
     def dimensions(self) -> int:
@@ -78,17 +73,14 @@ def chunks(model: FANformerConfig, parallel: ParallelConfig, stage: int) -> list
     """
     segments = parallel.segments(model.num_layers)
     if segments is None:
-        raise ValueError(
-            f"{model.num_layers} layers do not divide over {parallel.pipeline_model_parallel_size} stages of "
-            f"{parallel.virtual_stages} chunks; see model.layout_rules"
-        )
-    last_stage, last_chunk = parallel.pipeline_model_parallel_size - 1, parallel.virtual_stages - 1
+        raise ValueError(f"{model.num_layers} layers do not divide over the chunks; see model.layout_rules")
+    last = parallel.virtual_stages - 1, parallel.pipeline_model_parallel_size - 1
     return [
         Chunk(
             number=number,
             layers=segments[number][stage],
-            has_embedding=stage == 0 and number == 0,
-            has_head=stage == last_stage and number == last_chunk,
+            has_embedding=(number, stage) == (0, 0),
+            has_head=(number, stage) == last,
         )
         for number in range(parallel.virtual_stages)
     ]
@@ -141,12 +133,9 @@ def layer_weights(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[
 class GradientBuffer(NamedTuple):
     """The gradients of a chunk, last weight first, in elements."""
 
-    starts: list[int]
-    """First element of each weight."""
-    elements: list[int]
-    """Number of elements of each weight."""
-    ends: list[int]
-    """A 0, then the end of each bucket, padding included."""
+    starts: list[int]  # of each weight
+    elements: list[int]  # of each weight
+    ends: list[int]  # a 0, then the end of each bucket, padding included
 
     @property
     def buckets(self) -> list[int]:

@@ -41,89 +41,6 @@ class Job:
     on_cpu: bool = False
 
     @property
-    def world_size(self) -> int:
-        """Ranks in all."""
-        return self.parallel.model_parallel_size * self.data_parallel_size
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of a training step, over all replicas."""
-        return self.model.seq_length * self.micro_batch_size * self.num_micro_batches * self.data_parallel_size
-
-    @property
-    def element_bytes(self) -> int:
-        """Return the bytes of an element of a weight, and of an activation."""
-        return ELEMENT_BYTES[self.precision.dtype]
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Return the bytes of an element of a gradient, as it is added up and reduced."""
-        return ELEMENT_BYTES["fp32"] if self.precision.grad_reduce_in_fp32 else self.element_bytes
-
-    @property
-    def fuses_input_norm(self) -> bool:
-        """Return whether the input norm is inside the map that reads it, which recomputes it anyway.
-
-        The Engine fuses it there, and the norm before the MLP always; not a norm in front of the `sequence` form's map.
-        """
-        is_column = self.parallel.fan_form == "column" or not self.model.has_fan
-        return self.layers == "transformer_engine" and is_column
-
-    @property
-    def has_ring(self) -> bool:
-        """Return whether context parallel ranks send keys and values in a ring, as the Engine does by default."""
-        is_sent = self.layers == "transformer_engine" and self.parallel.cp_comm_type in (None, "p2p")
-        return is_sent and self.parallel.context_parallel_size > 1
-
-    @property
-    def gathers_twice(self) -> bool:
-        """Return whether context parallel ranks gather keys and values in backward, too, as the Engine does where it
-        has no ring; the local layers keep them.
-        """
-        is_engine = self.layers == "transformer_engine" and self.parallel.context_parallel_size > 1
-        return is_engine and self.parallel.cp_comm_type == "all_gather"
-
-    @property
-    def keeps_scores(self) -> bool:
-        """Return whether attention is plain products that keep every score: the Engine's, where that is asked for, and
-        in float32, in which it has no other. The local layers' ignores the field.
-        """
-        is_plain = self.kernels.attention_backend == "unfused" or self.precision.dtype == "fp32"
-        return self.layers == "transformer_engine" and is_plain
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a micro batch on one context parallel rank, c b."""
-        return self.micro_batch_size * self.model.seq_length // self.parallel.context_parallel_size
-
-    @property
-    def activation_bytes(self) -> int:
-        """Return the bytes of [c, b, 1]: one number per token of a micro batch on one context parallel rank."""
-        return self.tokens * self.element_bytes
-
-    @property
-    def hidden_bytes(self) -> int:
-        """Return the bytes of [c, b, h]."""
-        return self.activation_bytes * self.model.hidden_size
-
-    @property
-    def mlp_output_bytes(self) -> int:
-        """Return the bytes of the MLP's second map's output, [c, b, h]; of its p | g, where it is a FAN layer's."""
-        _, (rows, _) = self.model.ffn_maps
-        return self.activation_bytes * rows
-
-    @property
-    def boundary_bytes(self) -> int:
-        """Return the bytes that a stage sends to the next: [c, b, h], or with sequence parallelism this rank's part."""
-        return self.hidden_bytes // (self.tensor_ranks if self.parallel.sequence_parallel else 1)
-
-    @property
-    def loss_chunks(self) -> int:
-        """Chunks that the chunked loss head cuts a micro batch's tokens into."""
-        columns = self.model.padded_vocab_size // self.tensor_ranks
-        return -(-self.tokens // self.kernels.loss_chunk_tokens(columns, self.element_bytes, on_cpu=self.on_cpu))
-
-    @property
     def tensor_ranks(self) -> int:
         """T."""
         return self.parallel.tensor_model_parallel_size
@@ -134,36 +51,111 @@ class Job:
         return self.parallel.pipeline_model_parallel_size
 
     @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.parallel.model_parallel_size * self.data_parallel_size
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro batch on one context parallel rank, c b."""
+        return self.micro_batch_size * self.model.seq_length // self.parallel.context_parallel_size
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a training step, over all replicas."""
+        return self.model.seq_length * self.micro_batch_size * self.num_micro_batches * self.data_parallel_size
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of a weight, and of an activation."""
+        return ELEMENT_BYTES[self.precision.dtype]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of an element of a gradient, as it is added up and reduced."""
+        return ELEMENT_BYTES["fp32"] if self.precision.grad_reduce_in_fp32 else self.element_bytes
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of [c, b, 1]: one number per token of a micro batch on one context parallel rank."""
+        return self.tokens * self.element_bytes
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes of [c, b, h]."""
+        return self.activation_bytes * self.model.hidden_size
+
+    @property
+    def boundary_bytes(self) -> int:
+        """Bytes that a stage sends to the next: [c, b, h], or with sequence parallelism this rank's part."""
+        return self.hidden_bytes // (self.tensor_ranks if self.parallel.sequence_parallel else 1)
+
+    @property
+    def loss_chunks(self) -> int:
+        """Chunks that the chunked loss head cuts a micro batch's tokens into."""
+        columns = self.model.padded_vocab_size // self.tensor_ranks
+        return -(-self.tokens // self.kernels.loss_chunk_tokens(columns, self.element_bytes, on_cpu=self.on_cpu))
+
+    @property
     def has_column_fan(self) -> bool:
-        """Return whether there is a FAN map, and its rows are sharded over the tensor parallel ranks."""
+        """Whether there is a FAN map, and its rows are sharded over the tensor parallel ranks."""
         return self.model.has_fan and self.parallel.fan_form == "column"
 
     @property
+    def fuses_input_norm(self) -> bool:
+        """Whether the input norm is inside the map that reads it, which recomputes it anyway.
+
+        The Engine fuses it there, and the norm before the MLP always; not a norm in front of the `sequence` form's map.
+        """
+        return self.layers == "transformer_engine" and (self.has_column_fan or not self.model.has_fan)
+
+    @property
+    def has_ring(self) -> bool:
+        """Whether context parallel ranks send keys and values in a ring, as the Engine does by default."""
+        is_sent = self.layers == "transformer_engine" and self.parallel.cp_comm_type in (None, "p2p")
+        return is_sent and self.parallel.context_parallel_size > 1
+
+    @property
+    def gathers_twice(self) -> bool:
+        """Whether context parallel ranks gather keys and values in backward, too, as the Engine does where it has no
+        ring; the local layers keep them.
+        """
+        is_engine = self.layers == "transformer_engine" and self.parallel.context_parallel_size > 1
+        return is_engine and self.parallel.cp_comm_type == "all_gather"
+
+    @property
+    def keeps_scores(self) -> bool:
+        """Whether attention is plain products that keep every score: the Engine's, where that is asked for, and in
+        float32, in which it has no other. The local layers' ignores the field.
+        """
+        is_plain = self.kernels.attention_backend == "unfused" or self.precision.dtype == "fp32"
+        return self.layers == "transformer_engine" and is_plain
+
+    @property
     def state_ranks(self) -> int:
-        """Return how many ranks share the optimizer's state, as "dp_cp", or as a part of that."""
+        """Ranks that share the optimizer's state, as "dp_cp", or as a part of that."""
         return self.parallel.state_ranks(self.data_parallel_size)
 
     @property
     def state_group(self) -> str:
-        """Return the group that they are."""
+        """The group that they are."""
         return "dp_cp" if self.parallel.num_distributed_optimizer_instances == 1 else "intra_dp_cp"
 
     def group_sizes(self, stage: int) -> dict[str, int]:
-        """Return ranks of each group that a rank of a pipeline stage is in; of tied embeddings the ends alone have
-        one.
-        """
+        """Return the ranks of each group of a rank of a stage; of tied embeddings the ends alone have one."""
+        context, instances = self.parallel.context_parallel_size, self.parallel.num_distributed_optimizer_instances
         return {
             "tp": self.tensor_ranks,
-            "cp": self.parallel.context_parallel_size,
-            "tp_cp": self.tensor_ranks * self.parallel.context_parallel_size,
+            "cp": context,
+            "tp_cp": self.tensor_ranks * context,
             "pp": self.stages,
-            "dp_cp": self.data_parallel_size * self.parallel.context_parallel_size,
-            "tp_dp_cp": self.tensor_ranks * self.data_parallel_size * self.parallel.context_parallel_size,
+            "dp_cp": self.data_parallel_size * context,
+            "tp_dp_cp": self.tensor_ranks * self.data_parallel_size * context,
             "mp": self.tensor_ranks * self.stages,
             "embd": min(self.stages, 2) if stage in (0, self.stages - 1) else 1,
             "intra_dp_cp": self.state_ranks,
-            "inter_dist_opt": self.parallel.num_distributed_optimizer_instances,
-            "intra_dist_opt": self.world_size // self.parallel.num_distributed_optimizer_instances,
+            "inter_dist_opt": instances,
+            "intra_dist_opt": self.world_size // instances,
             "world": self.world_size,
         }
 

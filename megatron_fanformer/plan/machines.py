@@ -6,7 +6,7 @@ machine; `tools/bench_train.py --json` writes one of its measurements.
 
 import difflib
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ DRIVERS_SHARE = 0.01
 """Share of a chip's memory that CUDA does not give to programs: an assumption."""
 MEASURED = "machine"  # where a report of tools/bench_train.py has it
 MAY_BE_ZERO = ("_seconds", "overlap", "relative_error")  # ends of names
+SHARES = ("efficiency", "overlap")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +29,9 @@ class Link:
     """A link from one chip to others."""
 
     bytes_per_second: float
-    """Bytes per second of one chip in one direction, by the data sheet."""
+    """Of one chip in one direction, by the data sheet."""
     efficiency: float
-    """Share of that rate that collectives reach, in (0, 1]."""
+    """Share of that rate that collectives reach."""
 
     @property
     def rate(self) -> float:
@@ -40,30 +41,25 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One chip of many equal ones, and how they are connected."""
+    """One chip of many equal ones, and how they are connected; rates are those of data sheets."""
 
     name: str
-    """Name in reports."""
     memory_bytes: int
-    """Memory of one chip in total, as its driver reports it; programs get `usable_bytes`."""
+    """Memory of one chip, as its driver reports it; programs get `usable_bytes`."""
     fp32_flops_per_second: float | None = None
-    """FLOP/s of dense matrix products in fp32, by the data sheet; null: not known, or none."""
+    """FLOP/s of dense matrix products in fp32; null: not known, or none."""
     bf16_flops_per_second: float | None = None
-    """The same in bf16."""
     fp8_flops_per_second: float | None = None
-    """The same in FP8."""
     has_mxfp8: bool = False
     """True if its FP8 scales blocks of 32 numbers in hardware, which the recipe mxfp8 needs (Blackwell)."""
     product_efficiency: float
-    """Share of that rate that large matrix products reach, in (0, 1]; small ones also take the time for their bytes."""
+    """Share of the rate that large matrix products reach."""
     fp8_product_efficiency: float = 1.0
-    """The same for products in FP8."""
     attention_efficiency: float
     """Share of the rate in the activations' format that flash attention's kernels reach."""
     memory_bytes_per_second: float
-    """Memory bandwidth by the data sheet."""
     memory_efficiency: float
-    """Share of that bandwidth that element-wise kernels reach, in (0, 1]."""
+    """Share of that bandwidth that element-wise kernels reach."""
     layer_seconds: float
     """Host time per layer and micro batch, forward and backward: its Python, autograd and launches."""
     step_seconds: float
@@ -72,21 +68,18 @@ class Machine:
     """Time to start a collective, whatever its size."""
     domain_size: int
     """Chips that `domain` connects, usually those of a node."""
-    node_size: int | None = None
-    """Chips of a node; null: those of a domain."""
     domain: Link
     """The link within a domain: NVLink."""
     network: Link
     """The link between domains; its rate is that of one chip's own adapter."""
     overlap: float
-    """Share of a communication that is hidden beside computation, in [0, 1]: both slow each other."""
+    """Share of a communication that is hidden beside computation: both slow each other."""
     relative_error: float
     """Relative error of a step's time: nine of ten published runs of each source are within it, predicted without any
     run of that source; 0 without a comparison."""
     fp8_relative_error: float | None = None
     """The same of steps in FP8; null: as `relative_error`."""
     fp32_relative_error: float | None = None
-    """The same of steps in float32; null: as `relative_error`."""
     sources: list[str]
     """Sources of the figures, one a line."""
     devices: list[str] = field(default_factory=list)
@@ -108,13 +101,8 @@ class Machine:
         return self.relative_error if error is None else error
 
     def flops_per_second(self, dtype: str, *, field: str | None = None) -> float:
-        """Return the data sheet's rate of dense products; `dtype` is fp32, bf16 or fp8.
-
-        Args:
-            field: of a configuration, which asks for that format; None: precision's own.
-
-        Raises:
-            InputError: the machine does not have that format.
+        """Return the data sheet's rate of dense products in fp32, bf16 or fp8; InputError if it has none, which names
+        the configuration's `field` that asks for it.
         """
         if (rate := getattr(self, f"{dtype}_flops_per_second")) is None:
             field = field or ("precision.fp8" if dtype == "fp8" else "precision.dtype")
@@ -124,33 +112,16 @@ class Machine:
             )
         return rate
 
-    def check_recipe(self, recipe: str) -> None:
-        """Check that it has an FP8 recipe, by Megatron's name.
-
-        Raises:
-            InputError: it does not.
-        """
-        if recipe == "mxfp8" and not self.has_mxfp8:
-            raise InputError(
-                f"precision.fp8_recipe is mxfp8, whose blocks of 32 {self.name} does not scale in hardware; choose "
-                "another precision.fp8_recipe, or set the machine's has_mxfp8 to true"
-            )
-
-    def problems(self) -> list[str]:
-        """Return the rules that these figures break, one line each."""
-        values = dict(vars(self))
-        for link in LINKS:
-            values |= {f"{link}.{name}": value for name, value in vars(getattr(self, link)).items()}
-        problems = []
-        for name, value in values.items():
-            if type(value) not in (int, float):
-                continue
-            may_be_zero = name.endswith(MAY_BE_ZERO)
-            if value < 0 or (value == 0 and not may_be_zero):
-                problems.append(f"machine.{name} is {value}; it must be {'at least' if may_be_zero else 'above'} 0")
-            elif value > 1 and name.endswith(("efficiency", "overlap")):
-                problems.append(f"machine.{name} is {value}; it must be at most 1")
-        return problems
+    def problems(self) -> Iterator[str]:
+        """Yield the rules that these figures break, one line each."""
+        links = {f"{link}.{name}": value for link in LINKS for name, value in vars(getattr(self, link)).items()}
+        for name, value in {**vars(self), **links}.items():
+            if type(value) in (int, float):
+                may_be_zero = name.endswith(MAY_BE_ZERO)
+                if value < 0 or (value == 0 and not may_be_zero):
+                    yield f"machine.{name} is {value}; it must be {'at least' if may_be_zero else 'above'} 0"
+                elif value > 1 and name.endswith(SHARES):
+                    yield f"machine.{name} is {value}; it must be at most 1"
 
 
 @functools.cache
@@ -197,13 +168,8 @@ def load_machine(name_or_file: str) -> Machine:
 
 
 def machine_of(values: Mapping[str, Any], source: str) -> Machine:
-    """Return the machine that plain values describe; with `like`, the others are of that one.
-
-    Args:
-        source: name of the values in errors.
-
-    Raises:
-        InputError: they do not describe a machine.
+    """Return the machine that plain values describe, with those of the one that it is `like`; `source` names them in
+    errors.
     """
     fields = {key: value for key, value in values.items() if key != LIKE}
     if LIKE in values:
@@ -214,7 +180,7 @@ def machine_of(values: Mapping[str, Any], source: str) -> Machine:
         fields = {**base, **fields, **links}
     try:
         machine = build(fields, Machine, "machine.")
-        if problems := machine.problems():
+        if problems := list(machine.problems()):
             raise InputError("\n".join(problems))
     except InputError as error:
         raise InputError("\n".join(f"{source}: {line}" for line in str(error).splitlines())) from None

@@ -50,10 +50,8 @@ class Matrix(NamedTuple):
 
     rows: int
     columns: int
-    part_rows: tuple[int, ...]
-    """Rows of the parts that are orthogonalized each by itself."""
-    is_replicated: bool
-    """True if every tensor parallel rank holds it whole."""
+    part_rows: tuple[int, ...]  # of the parts that are orthogonalized each by itself
+    is_replicated: bool  # whether every tensor parallel rank holds it whole
 
     @property
     def flops(self) -> int:
@@ -105,12 +103,8 @@ class MatrixUpdates:
         }
         held = chunks(job.model, parallel, stage) if self._matrix_of else []
         self._chunks = [(chunk, weights(job.model, parallel, chunk)) for chunk in held]
-        self.matrices = [
-            self._matrix_of[weight]
-            for _, chunk_weights in self._chunks
-            for weight in chunk_weights
-            if weight in self._matrix_of
-        ]
+        every = [weight for _, chunk_weights in self._chunks for weight in chunk_weights]
+        self.matrices = [self._matrix_of[weight] for weight in every if weight in self._matrix_of]
         flops = {matrix: matrix.flops for matrix in set(self.matrices)}
         self._flops = [flops[matrix] for matrix in self.matrices]
         self._owner = owners(self._flops, self._ranks)

@@ -14,7 +14,7 @@ from megatron_fanformer.plan.machines import known_machines, load_machine
 @pytest.mark.parametrize("name", known_machines())
 def test_every_known_machine_says_where_its_figures_are_from(name: str) -> None:
     machine = load_machine(name.upper())
-    assert machine.problems() == [] and machine.sources
+    assert not [*machine.problems()] and machine.sources
 
 
 def test_an_error_is_stated_for_what_was_compared_alone() -> None:
@@ -76,21 +76,6 @@ def test_a_wrong_file_is_refused(text: str, message: list[str], tmp_path: Path) 
     assert all(line.startswith(str(file)) for line in str(refused.value).splitlines())
 
 
-def test_an_unknown_name_names_the_nearest() -> None:
-    with pytest.raises(InputError, match=r"'h10' is neither known nor a file; did you mean h100\?"):
-        load_machine("h10")
-
-
-def test_a_format_that_a_machine_lacks_is_refused() -> None:
-    with pytest.raises(InputError, match=r"fp8 is not known of NVIDIA A100.*change precision\.fp8"):
-        load_machine("a100").flops_per_second("fp8")
-
-
 def test_mxfp8_is_blackwells() -> None:
     """As train has it, by compute capability."""
-    for name in ("b200", "gb200", "gb300"):
-        load_machine(name).check_recipe("mxfp8")
-    for name in ("h100", "h200"):
-        load_machine(name).check_recipe("blockwise")
-        with pytest.raises(InputError, match=r"fp8_recipe is mxfp8, .* has_mxfp8 to true"):
-            load_machine(name).check_recipe("mxfp8")
+    assert {name for name, machine in known_machines().items() if machine.has_mxfp8} == {"b200", "gb200", "gb300"}
