@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from megatron_fanformer.data.blends import PART_NAMES, TRAIN, Blend, Source, Word, as_weight, blend_words, split_bounds
-from megatron_fanformer.data.manifest import largest_stated_id, manifest_path, read_manifest
-from megatron_fanformer.data.token_files import BIN_SUFFIX, bin_path, idx_path, read_index, refuse_largest_id
+from megatron_fanformer.data.manifest import manifest_path, read_manifest
+from megatron_fanformer.data.token_files import BIN_SUFFIX, bin_path, idx_path, read_index, refuse_stated_ids
 from megatron_fanformer.errors import CorruptError, InputError, redacted
 from megatron_fanformer.stores import is_url
 
@@ -69,8 +69,7 @@ class ChatFiles:
     def refuse_stated_ids(self, vocab_size: int) -> None:
         """Raise InputError if the manifest states an id outside [0, vocab_size)."""
         suffix = IDS_NPY if str(self.ids_path).endswith(IDS_NPY) else BIN_SUFFIX
-        largest = largest_stated_id(self.prefix, suffix, self.ids_path.stat().st_size)
-        refuse_largest_id(largest, vocab_size, self.prefix)
+        refuse_stated_ids(self.prefix, suffix, self.ids_path.stat().st_size, vocab_size)
 
 
 def is_row_folder(path: str | Path) -> bool:

@@ -67,8 +67,7 @@ def build_datasets(
     Args:
         valid_samples: the number of samples of each validation set; None: one epoch of it.
         global_batch_size: counts the steps of `config.stages`.
-        data: the token files; None: rank 0 checks them. Errors are those of `check_files`, `SampleCounts.check` and
-            `indices_in`.
+        data: the token files; None: rank 0 checks them.
     """
     if config.is_chats:
         sizes = {"seq_length": seq_length, "seed": seed, "vocab_size": vocab_size}
@@ -195,20 +194,13 @@ class _DatasetBuilder:
         return blended.dataset_index, blended.dataset_sample_index
 
     def _of_npy(self, source: Source, size: int | None) -> NpyDataset:
-        return NpyDataset(
-            self._data.files(source),
-            seq_length=self._seq_length,
-            seed=self._seed,
-            vocab_size=self._vocab_size,
-            samples=size,
-        )
+        stated = {"seq_length": self._seq_length, "seed": self._seed, "vocab_size": self._vocab_size}
+        return NpyDataset(self._data.files(source), **stated, samples=size)
 
     def _blended(
         self, samples: Sequence[Any], blend: Blend, part: int, weights: list[float], identity: dict[str, Any]
     ) -> Any:
-        """Return megatron-core's blend of the samples of all sources, `identity["size"]` of them, with its index in the
-        cache.
-        """
+        """Return megatron-core's blend of the samples of all sources, `identity["size"]` of them."""
         from megatron.core.datasets.blended_dataset import BlendedDataset
         from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
         from megatron.core.datasets.utils import Split

@@ -26,6 +26,7 @@ from megatron_fanformer.data.token_files import BIN_SUFFIX
 from megatron_fanformer.data.tokenizer import tokenizer_file
 from megatron_fanformer.durable_files import sha256_of, write_atomically
 from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.stores import reported_as_local
 
 # 256 KiB in all of each file. What is replaced in one piece is noticed from 1/31 of the file on.
 BLOCKS = 32
@@ -37,18 +38,14 @@ FileFacts = tuple[int, str, str]
 of the content."""
 
 
-class _Part(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of the records. Unknown fields are left out: a later version may record more."""
-
-
-class MixFingerprint(_Part, frozen=True, kw_only=True):
+class MixFingerprint(msgspec.Struct, frozen=True, kw_only=True):
     """A later mix of a run."""
 
     first_step: int
     digest: str
 
 
-class SetFingerprint(_Part, frozen=True, kw_only=True):
+class SetFingerprint(msgspec.Struct, frozen=True, kw_only=True):
     """A training or validation set."""
 
     digest: str
@@ -58,7 +55,7 @@ class SetFingerprint(_Part, frozen=True, kw_only=True):
     """The later mixes of training, in their order."""
 
 
-class DataChange(_Part, frozen=True, kw_only=True):
+class DataChange(msgspec.Struct, frozen=True, kw_only=True):
     """A change of data that `data.allow_change` allowed."""
 
     step: int
@@ -67,7 +64,7 @@ class DataChange(_Part, frozen=True, kw_only=True):
     what: str
 
 
-class DataFingerprint(_Part, frozen=True, kw_only=True):
+class DataFingerprint(msgspec.Struct, frozen=True, kw_only=True):
     """The data of a run."""
 
     train: SetFingerprint
@@ -98,21 +95,10 @@ def fingerprint_from_plain(values: Any, where: Path) -> DataFingerprint | None:
         raise CorruptError(f"{where} holds no fingerprint of data ({error}); use another checkpoint") from None
 
 
-def _digest(sources: list[tuple[list[FileFacts], float | None]], split: str | None = None) -> str:
-    if len(sources) == 1:  # whose weight does not count: it is all there is
-        sources = [(sources[0][0], None)]
-    return hashlib.sha256(json.dumps([sources, split]).encode()).hexdigest()
-
-
 def fingerprint_data(
     config: DataConfig, data: CheckedData, *, samples: int | None = None, mixes: Sequence[Mix] = ()
 ) -> DataFingerprint:
-    """Return the fingerprint of a run's data.
-
-    Args:
-        samples: the number of training samples requested, where their order depends on it.
-        mixes: of the run, in their order; none: it has one.
-    """
+    """Return the fingerprint of a run's data; `samples` and `mixes` (none: one) as `SetFingerprint` has them."""
     paths = [(source, facts) for source in data.sources() for facts in _file_facts(config, source, data)]
     remote = {file.url: file for file in data.remote_files}
     contents = side_by_side(
@@ -123,9 +109,11 @@ def fingerprint_data(
         files.setdefault(source, []).append((tokens, form, content))
 
     def digest(blend: Blend, split: str | None = None) -> str:
-        total = sum(blend.weights or ())
-        weights = [weight / total for weight in blend.weights] if blend.weights else [None] * len(blend.sources)
-        return _digest([(files[source], weight) for source, weight in zip(blend.sources, weights, strict=True)], split)
+        weights: list[float | None] = [None] * len(blend.sources)
+        if blend.weights and len(blend.sources) > 1:  # the weight of one alone does not count
+            weights = [weight / sum(blend.weights) for weight in blend.weights]
+        facts = [(files[source], weight) for source, weight in zip(blend.sources, weights, strict=True)]
+        return hashlib.sha256(json.dumps([facts, split]).encode()).hexdigest()
 
     later = [MixFingerprint(first_step=mix.first_step, digest=digest(mix.blend)) for mix in mixes[1:]]
     return DataFingerprint(
@@ -151,18 +139,16 @@ def _file_facts(config: DataConfig, source: Source, data: CheckedData) -> Iterat
 
 
 def _content(path: str, remote: RemoteFile | None, cache: Path) -> str:
-    """Return the fingerprint of a file; that of one on another store is remembered in the index cache."""
+    """Return `file_fingerprint` of a file; that of one on another store is remembered in the index cache."""
     if remote is None:
         return file_fingerprint(Path(path))
     note = folder_of(cache / "fingerprints", remote.identity)
     if remote.version and note.is_file():
         return note.read_text()
     digest = _hash(remote.size, (remote.read(length, offset) for offset, length in _blocks(remote.size)))
-    try:
+    with reported_as_local(note):
         note.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(note, digest)
-    except OSError as error:
-        raise InputError(f"{note} cannot be written ({error.strerror}); set data.cache_path to another") from error
     return digest
 
 
@@ -193,13 +179,9 @@ def _blocks(size: int) -> Iterator[tuple[int, int]]:
 
 
 def another_tokenizer(stated: Iterable[str | None], digest: str, whose: str) -> str | None:
-    """Describe the tokenizer that made tokens; None where it is the one of SHA-256 `digest`, or not known.
+    """Describe the tokenizer that made tokens, by the SHA-256 that manifests state; None where it is `whose`, `digest`.
 
     It is a reason for a warning, not for an error: an export's tokenizer may be the same one, written anew.
-
-    Args:
-        stated: by the manifests of the tokens; empty or None: not known.
-        whose: the tokenizer that it is compared with.
     """
     others = {other for other in stated if other} - {digest}
     return f"another tokenizer (SHA-256 {_short(min(others))}…) than {whose} ({_short(digest)}…)" if others else None
@@ -210,13 +192,8 @@ def resumed_fingerprint(
 ) -> DataFingerprint:
     """Return the fingerprint of the data of a run that resumes: the present one, with all changes so far.
 
-    Sets that are added or left out are no change, nor are mixes that the run has not come to.
-
-    Args:
-        before: of the checkpoint.
-        step: the checkpoint's.
-        allowed: the names of sets that may change; None: all may.
-        run: how messages call the run.
+    Sets that are added or left out are no change, nor are mixes that the run has not come to at the checkpoint's
+    `step`. `allowed` are the names of sets that may change (None: all may); `run` is the run's name in messages.
 
     Raises:
         InputError: other sets have changed, one line each.
@@ -236,10 +213,9 @@ def resumed_fingerprint(
 
 def _differences(before: DataFingerprint, present: DataFingerprint, step: int) -> Iterator[tuple[str, str, str]]:
     """Yield the name of each set in both that differs, its field in the configuration, and how it differs."""
-    sets = [(TRAINING, "data.train_data", before.train, present.train)]
-    for name in sorted(before.valid.keys() & present.valid.keys()):
-        sets.append((name, f"data.valid_data.{name}", before.valid[name], present.valid[name]))
-    for name, field, old, new in sets:
+    names = sorted(before.valid.keys() & present.valid.keys())
+    valid = ((name, f"data.valid_data.{name}", before.valid[name], present.valid[name]) for name in names)
+    for name, field, old, new in ((TRAINING, "data.train_data", before.train, present.train), *valid):
         if old.digest != new.digest:
             yield name, field, f"other files, weights or split, {_short(new.digest)} for {_short(old.digest)}"
         elif old.samples != new.samples:

@@ -168,12 +168,6 @@ def manifest_of(prefix: str, suffix: str, size: int) -> tuple[Manifest, TokenFil
     return (manifest, record) if manifest and record and is_of_this else None
 
 
-def largest_stated_id(prefix: str, suffix: str, size: int) -> int | None:
-    """Return the largest id of such a file by its manifest; None where it has none."""
-    stated = manifest_of(prefix, suffix, size)
-    return None if stated is None else stated[1].max_token_id
-
-
 def record_of(prefix: str, manifest: Manifest) -> TokenFiles | None:
     """Return a manifest's entry for the files of exactly this prefix; None where there is none."""
     return next((output for output in manifest.outputs if output.prefix == Path(prefix).name), None)

@@ -10,13 +10,13 @@ import functools
 import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from megatron_fanformer.data.manifest import MANIFEST_SUFFIX, largest_stated_id, read_manifest, record_of
+from megatron_fanformer.data.manifest import MANIFEST_SUFFIX, manifest_of, read_manifest, record_of
 from megatron_fanformer.data.remote_files import (
     RemoteFile,
     copy_to,
@@ -68,6 +68,15 @@ def token_dtype(vocab_size: int) -> str:
 # -- token ids below the vocabulary size
 
 
+def refuse_stated_ids(prefix: str, suffix: str, size: int, vocab_size: int) -> None:
+    """Raise InputError if the manifest of a file of `size` bytes states an id outside [0, vocab_size).
+
+    Without a manifest, and with one of another file, ids are checked where they are read.
+    """
+    stated = manifest_of(prefix, suffix, size)
+    refuse_largest_id(stated[1].max_token_id if stated else None, vocab_size, prefix)
+
+
 def refuse_largest_id(largest: int | None, vocab_size: int, name: str) -> None:
     """Raise InputError, naming `name`, if the largest id that a manifest states is outside [0, vocab_size)."""
     if largest is not None and largest >= vocab_size:
@@ -101,14 +110,14 @@ class TokenIndex:
     """The index of a pair, with every entry checked; its arrays are mapped on first use."""
 
     prefix: str
-    dtype: np.dtype[Any]
+    dtype: np.dtype[Any] = DTYPES[8]
     """Type of the tokens."""
-    sequences: int
-    documents: int
-    tokens: int
-    identity: str
+    sequences: int = 0
+    documents: int = 0
+    tokens: int = 0
+    identity: str = ""
     """Type, counts and a checksum of the lengths: all that sample indices depend on."""
-    part_tokens: dict[int, int]
+    part_tokens: dict[int, int] = field(default_factory=dict)
     """The tokens of each requested part, by its number."""
     copy: str | None = None
     """The prefix of the copy of its index on this machine, where the pair is on another store and its prefix a URL."""
@@ -136,12 +145,8 @@ class TokenIndex:
         return _mapped(self.idx, np.int64, INDEX_HEADER.size + (4 + 8) * self.sequences, self.documents + 1)
 
     def refuse_stated_ids(self, vocab_size: int) -> None:
-        """Raise InputError if the pair's manifest states an id outside [0, vocab_size).
-
-        Without a manifest, and with one of another file, ids are checked where they are read.
-        """
-        largest = largest_stated_id(self.prefix, BIN_SUFFIX, self.tokens * self.dtype.itemsize)
-        refuse_largest_id(largest, vocab_size, self.prefix)
+        """Raise InputError if the pair's manifest states an id outside [0, vocab_size)."""
+        refuse_stated_ids(self.prefix, BIN_SUFFIX, self.tokens * self.dtype.itemsize, vocab_size)
 
 
 def _mapped(path: Path, dtype: type, first_byte: int, count: int) -> np.ndarray:
@@ -168,7 +173,7 @@ def read_index(
     for path in (bin_path(prefix), idx_path(prefix)):
         if not path.is_file():
             raise InputError(f"{path} does not exist; name the prefix of a .bin and .idx pair")
-    return _read_checked(prefix, idx_path(prefix), bin_path(prefix).stat().st_size, parts)
+    return _checked(TokenIndex(prefix), bin_path(prefix).stat().st_size, parts)
 
 
 def _read_remote_index(prefix: str, parts: Mapping[int, tuple[float, float]] | None, cache: Path | None) -> TokenIndex:
@@ -189,27 +194,25 @@ def _read_remote_index(prefix: str, parts: Mapping[int, tuple[float, float]] | N
             with reported_as_local(folder):
                 stand_in.write_bytes(b"0")  # not of the size that it has there: reading it must fail
     try:
-        index_read = _read_checked(prefix, index_copy, tokens.size, parts)
+        return _checked(TokenIndex(prefix, copy=copy, remote=tokens), tokens.size, parts)
     except CorruptError as error:
         index_copy.unlink(missing_ok=True)  # should only the copy be damaged
         raise CorruptError(str(error).replace(str(index_copy), index.path)) from None
-    return replace(index_read, copy=copy, remote=tokens)
 
 
-def _read_checked(
-    prefix: str, idx: Path, bin_bytes: int, parts: Mapping[int, tuple[float, float]] | None
-) -> TokenIndex:
-    dtype, lengths, pointers, bounds = _read_header(idx)
+def _checked(index: TokenIndex, bin_bytes: int, parts: Mapping[int, tuple[float, float]] | None) -> TokenIndex:
+    """Read header and entries of an index, and return it with its facts."""
+    index = _with_header(index)
+    lengths, pointers, bounds, width = index.lengths, index.pointers, index.bounds, index.dtype.itemsize
     checksum, end, part_tokens = 0, 0, dict.fromkeys(parts or {}, 0)
     for first in range(0, len(lengths), CHECKED_ENTRIES):
         block = np.array(lengths[first : first + CHECKED_ENTRIES])
-        ends = end + np.cumsum(block, dtype=np.int64) * dtype.itemsize
+        ends = end + np.cumsum(block, dtype=np.int64) * width
         starts = np.append(np.int64(end), ends[:-1])
-        wrong = np.flatnonzero(pointers[first : first + CHECKED_ENTRIES] != starts)
-        if len(wrong):
+        if len(wrong := np.flatnonzero(pointers[first : first + CHECKED_ENTRIES] != starts)):
             number = first + int(wrong[0])
             stated = f"sequence pointer {number} is {pointers[number]}"
-            raise _corrupt(idx, f"{stated}, but the sequence lengths before it end at {starts[wrong[0]]}")
+            raise _corrupt(index.idx, f"{stated}, but the sequence lengths before it end at {starts[wrong[0]]}")
         end = int(ends[-1])
         checksum = zlib.crc32(block.tobytes(), checksum)
         for part, fractions in (parts or {}).items():
@@ -217,65 +220,44 @@ def _read_checked(
             part_tokens[part] += int(block[begin:stop].sum(dtype=np.int64))
     if bin_bytes != end:
         kind = "truncated" if bin_bytes < end else "extended"
-        message = f"it is {kind}: it holds {bin_bytes} bytes, but the sequence lengths of {idx} end at {end}"
-        raise _corrupt(f"{prefix}.bin", message)
-    _check_documents(idx, bounds, len(lengths))
-    tokens = bin_bytes // dtype.itemsize
-    return TokenIndex(
-        prefix=prefix,
-        dtype=dtype,
-        sequences=len(lengths),
-        documents=len(bounds) - 1,
-        tokens=tokens,
-        identity=f"{dtype} {len(lengths)} {tokens} {checksum:08x}",
-        part_tokens=part_tokens,
-    )
+        message = f"it is {kind}: it holds {bin_bytes} bytes, but the sequence lengths of {index.idx} end at {end}"
+        raise _corrupt(f"{index.prefix}.bin", message)
+    if (bounds[0], bounds[-1]) != (0, len(lengths)):
+        stated = f"the first document bound is {bounds[0]}, the last {bounds[-1]}"
+        raise _corrupt(index.idx, f"{stated}, not 0 and {len(lengths)}")
+    least = 1 if index.documents == len(lengths) else 0  # an empty document repeats a bound; else each is one sequence
+    for first in range(0, index.documents, CHECKED_ENTRIES):
+        if len(wrong := np.flatnonzero(np.diff(bounds[first : first + CHECKED_ENTRIES + 1]) < least)):
+            number = first + int(wrong[0]) + 1
+            raise _corrupt(index.idx, f"document bound {number} is {bounds[number]}, after {bounds[number - 1]}")
+    tokens = bin_bytes // width
+    identity = f"{index.dtype} {len(lengths)} {tokens} {checksum:08x}"
+    return replace(index, tokens=tokens, identity=identity, part_tokens=part_tokens)
 
 
-def _read_header(path: Path) -> tuple[np.dtype[Any], np.ndarray, np.ndarray, np.ndarray]:
-    """Return token type, lengths, pointers and document bounds of an index whose header and size are valid."""
+def _with_header(index: TokenIndex) -> TokenIndex:
+    """Return an index with the token type and the counts of its header, which fit its size."""
+    path = index.idx
     size = path.stat().st_size
     with path.open("rb") as stream:
         header = stream.read(INDEX_HEADER.size)
     if len(header) < INDEX_HEADER.size:
         raise _corrupt(path, f"it is truncated: the header has {len(header)} of {INDEX_HEADER.size} bytes")
-    magic, version, code, sequences, documents = INDEX_HEADER.unpack(header)
+    magic, version, code, sequences, bounds = INDEX_HEADER.unpack(header)
     if magic != INDEX_MAGIC:
         raise _corrupt(path, f"the magic is {magic!r}, not {INDEX_MAGIC!r}, this is not a Megatron index")
     if version != INDEX_VERSION:
         raise _corrupt(path, f"the version is {version}, not {INDEX_VERSION}")
     if code not in DTYPES:
         raise _corrupt(path, f"the dtype code is {code}; those of integers, as token ids are, are 1 to 5, and 8")
-    after_lengths = INDEX_HEADER.size + 4 * sequences
-    after_pointers = after_lengths + 8 * sequences
-    stated = after_pointers + 8 * documents
-    if size != stated or not documents:
+    stated = INDEX_HEADER.size + (4 + 8) * sequences + 8 * bounds
+    if size != stated or not bounds:
         raise _corrupt(
             path,
             f"it is {'truncated' if size < stated else 'extended'}: sequence count {sequences} and document"
-            f" count {documents} make {stated} bytes, but it holds {size}",
+            f" count {bounds} make {stated} bytes, but it holds {size}",
         )
-    return (
-        DTYPES[code],
-        _mapped(path, np.int32, INDEX_HEADER.size, sequences),
-        _mapped(path, np.int64, after_lengths, sequences),
-        _mapped(path, np.int64, after_pointers, documents),
-    )
-
-
-def _check_documents(path: Path, bounds: np.ndarray, sequences: int) -> None:
-    """Check that the bounds rise from 0 to the number of sequences. An empty document repeats one.
-
-    Where there are as many documents as sequences, each is one sequence.
-    """
-    if (bounds[0], bounds[-1]) != (0, sequences):
-        raise _corrupt(path, f"the first document bound is {bounds[0]}, the last {bounds[-1]}, not 0 and {sequences}")
-    least = 1 if len(bounds) == sequences + 1 else 0
-    for begin in range(0, len(bounds) - 1, CHECKED_ENTRIES):
-        wrong = np.flatnonzero(np.diff(bounds[begin : begin + CHECKED_ENTRIES + 1]) < least)
-        if len(wrong):
-            number = begin + int(wrong[0]) + 1
-            raise _corrupt(path, f"document bound {number} is {bounds[number]}, after {bounds[number - 1]}")
+    return replace(index, dtype=DTYPES[code], sequences=sequences, documents=bounds - 1)
 
 
 def _corrupt(path: Path | str, what: str) -> CorruptError:
