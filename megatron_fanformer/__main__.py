@@ -5,16 +5,7 @@ import sys
 
 
 def entry_point() -> None:
-    """Run the installed command.
-
-    Signals are held before anything that takes time, and output is guarded before a file is opened. A package that is
-    missing ends it with a line and exit code 2.
-    """
-    from megatron_fanformer.processes import hold_signals
-    from megatron_fanformer.terminal import guard_output
-
-    hold_signals()
-    guard_output()
+    """Run the installed command; a package that is missing ends it with a line and exit code 2."""
     try:
         from megatron_fanformer.cli import main
     except ModuleNotFoundError as error:

@@ -10,17 +10,16 @@ on a signal, 1 anything else. Errors are one line each, without a traceback unle
 import argparse
 import errno
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Collection, Sequence
-from contextlib import nullcontext
 from pkgutil import resolve_name
 from typing import Any
 
 from megatron_fanformer import __version__
 from megatron_fanformer.convert.verb import CONVERT, MERGE
 from megatron_fanformer.demo.verb import DEMO
-from megatron_fanformer.durable_files import write_refusal
 from megatron_fanformer.errors import FanformerError, InputError, escaped, not_installed, redacted
 from megatron_fanformer.evaluate.verb import EVALUATE
 from megatron_fanformer.experiments.verbs import EXPERIMENT, REPORT, SWEEP
@@ -30,9 +29,8 @@ from megatron_fanformer.options import PROGRAM, Verb, add_options, home_path, pa
 from megatron_fanformer.parity.verb import PARITY
 from megatron_fanformer.plan.verb import PLAN
 from megatron_fanformer.prepare.verb import PREPARE
-from megatron_fanformer.processes import signals_released
 from megatron_fanformer.runtime.device import launched_here
-from megatron_fanformer.terminal import go_on_unread, print_stderr
+from megatron_fanformer.terminal import print_stderr
 from megatron_fanformer.train.verbs import CONFIG, TRAIN
 
 ALL: tuple[Verb[Any], ...] = (
@@ -83,12 +81,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in arguments
     try:
         verb, options = read_command(arguments)
-        if verb.results_are_files or launched_here():
-            go_on_unread()
-        with nullcontext() if verb.takes_signals else signals_released():
-            ready = verb.before(options)
-            resolve_name(verb.run)(*ready)
-            print(end="", flush=True)  # here a failure is still an error
+        ready = verb.before(options)  # before what may import torch
+        resolve_name(verb.run)(*ready)
+        print(end="", flush=True)  # here a failure is still an error
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python would report at its end what it cannot write
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         return _report("stopped by the keyboard", 1)
     except Exception as error:
@@ -146,8 +144,6 @@ def _describe(error: Exception) -> tuple[str, int]:
     name = _cut(str(error.filename))
     if error.errno in _WRONG_PATH:
         return f"{name} cannot be used ({reason}); name another path, or change what is there", InputError.exit_code
-    if os.sep in str(error.filename):  # standard output is called so, and is on no disk
-        reason = write_refusal(error, str(error.filename))
     return f"{name} cannot be used ({reason}); free what ran out, or repair the disk, and start again", 1
 
 

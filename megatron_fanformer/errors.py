@@ -57,6 +57,8 @@ class Interrupted(FanformerError):
     """Stopped on a signal, and no step is lost; the same command continues from there."""
 
     exit_code = 5
+    is_final = False
+    """Whether it ended this process at once: other ranks do not save, either."""
 
 
 def escaped(text: str) -> str:

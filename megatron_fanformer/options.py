@@ -55,10 +55,6 @@ class Verb(Generic[Options]):
     """Returns the arguments of `run`, and prepares this process for its module, where that imports torch."""
     notes: str = ""
     """Text of its --help below the options."""
-    results_are_files: bool = False
-    """Whether it continues when nobody reads its output."""
-    takes_signals: bool = False
-    """Whether it handles signals itself until its end."""
     removed: Mapping[str, str] = field(default_factory=dict)
     """Options of earlier versions, with their dashes, and the remedy for each."""
 

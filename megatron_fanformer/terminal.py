@@ -2,23 +2,13 @@
 
 A row or a sentence is one line, however long: the terminal wraps it, and `grep`, `cut` and logs get it whole.
 Nothing here has a color; rich's progress bars, for terminals alone, heed NO_COLOR themselves.
-
-Output fails after `| head`, at the end of an ssh, on a full disk. A command whose result is in files, such as `train`,
-then goes on, and its log file says once that printing has stopped. One whose result is its output ends: by SIGPIPE
-where nobody reads, as other programs do, else by an error.
 """
 
-import io
-import logging
-import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
-
-logger = logging.getLogger(__name__)
+from typing import TypeAlias
 
 FILE_ONLY = {"file_only": True}
 """A log record's `extra` that keeps it off the terminal."""
@@ -117,48 +107,3 @@ def phases(first: str) -> Iterator[Report]:
 
     yield print_next
     print_next("")
-
-
-# -- output that fails
-
-_goes_on = False
-
-
-def guard_output() -> None:
-    """Guard this process's output from here on; call it once."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is not None:  # a closed descriptor
-            content = io.BufferedWriter(_Guarded(stream.fileno(), "wb", closefd=False))
-            how = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
-            setattr(sys, name, io.TextIOWrapper(content, stream.encoding, stream.errors, **how))
-
-
-def go_on_unread() -> None:
-    """Make this process go on where its output fails."""
-    global _goes_on
-    _goes_on = True
-
-
-class _Guarded(io.FileIO):
-    """Bytes to a descriptor; nowhere once it has failed."""
-
-    has_failed = False
-
-    def write(self, content: Any, /) -> int:
-        try:
-            if not self.has_failed:
-                return int(super().write(content))
-        except OSError as error:
-            self.has_failed = True  # also for what is still in buffers at the end
-            name = {1: "standard output", 2: "standard error"}[self.fileno()]
-            if not _goes_on and isinstance(error, BrokenPipeError):
-                signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGPIPE,))
-                os.kill(os.getpid(), signal.SIGPIPE)
-            if not _goes_on:
-                raise OSError(error.errno, error.strerror, name) from None
-            logger.warning(
-                "%s cannot be written (%s); further output is dropped", name, error.strerror, extra=FILE_ONLY
-            )
-        return memoryview(content).nbytes

@@ -16,7 +16,7 @@ import pytest
 
 from megatron_fanformer.data.tokenizer import train_sentencepiece
 from megatron_fanformer.prepare.documents import read_documents
-from megatron_fanformer.processes import SAVE_SIGNAL, STOP_SIGNALS, freeze_gc
+from megatron_fanformer.processes import SAVE_SIGNAL, STOP_SIGNALS
 from megatron_fanformer.runtime import device
 from megatron_fanformer.runtime.rank_pool import RankPool
 from tests.small_runs import collect_groups
@@ -71,7 +71,8 @@ frozen_modules = 0
 def freeze() -> None:
     """What is imported stays: no collection is to look through it again."""
     global frozen_modules
-    freeze_gc()
+    gc.collect()
+    gc.freeze()
     frozen_modules = len(sys.modules)
 
 

@@ -60,7 +60,6 @@ CONVERT = Verb(
         "convert runs/demo/run exported-folder --to hf",
         "convert FANformer-1B runs/released --to megatron\n--tokenizer tokenizer.json",
     ),
-    results_are_files=True,
     removed={
         "--padded-vocab-size": "a Hugging Face folder holds the rows of token ids, and no padding",
         "--report": "the receipt is receipt.json in the new folder",
@@ -132,6 +131,5 @@ MERGE = Verb(
         "merge runs/demo/run --last 2 --output runs/demo/merged",
         "merge runs/decay-a runs/decay-b --weights 2 1\n--output runs/merged",
     ),
-    results_are_files=True,
     removed={"--dtype": "round the average by convert --to megatron --dtype"},
 )

@@ -29,5 +29,4 @@ DEMO = Verb(
     options=DemoOptions,
     run="megatron_fanformer.demo.verb:demo",
     examples=("demo", "demo --output runs/demo"),
-    results_are_files=True,
 )

@@ -28,7 +28,7 @@ from megatron_fanformer.runtime.launch import (
     launch_ranks,
     read_payload,
     refuse_ranks_without_gpu,
-    report_stopped,
+    report_failure,
 )
 from megatron_fanformer.runtime.layout import RuntimeConfig
 from megatron_fanformer.terminal import phases, print_loading, show
@@ -46,7 +46,7 @@ def evaluate(options: EvaluateOptions) -> None:
         CorruptError: a checkpoint, a request file or token files are damaged.
     """
     outcome = "before the end; --output has the checkpoints that were done, and the same command starts anew"
-    with ended_by_stop_signals(report_stopped, outcome=outcome):
+    with report_failure(), ended_by_stop_signals(outcome):
         end_with_launcher()
         devices.prepare_libraries()
         if sum(map(bool, (options.checkpoints, options.compare, options.prepare))) > 1:
@@ -83,7 +83,6 @@ def _start(request: EvaluationRequest) -> None:
 
 def _join(options: EvaluateOptions, address: devices.RankAddress) -> None:
     from megatron_fanformer.runtime.agreement import on_main
-    from megatron_fanformer.runtime.launch import report_failure
     from megatron_fanformer.runtime.parallel import process_group, rank_grid
 
     def find() -> "tuple[EvaluationRequest, Jobs]":
@@ -93,7 +92,7 @@ def _join(options: EvaluateOptions, address: devices.RankAddress) -> None:
         return request, _find_jobs(request)
 
     runtime = RuntimeConfig(device=options.device)
-    with report_failure(), process_group(runtime, address) as kind:
+    with process_group(runtime, address) as kind:
         request, jobs = on_main(find)
         with rank_grid(request.layout.parallel, kind, runtime) as grid:
             _run(request, jobs, grid)

@@ -93,6 +93,4 @@ EVALUATE = Verb(
         "--ulogic": "write the rules as questions (docs/evaluation.md)",
         **dict.fromkeys(("--num-samples", "--temperature", "--top-k", "--top-p", "--seed"), GREEDY),
     },
-    results_are_files=True,
-    takes_signals=True,
 )

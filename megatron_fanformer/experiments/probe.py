@@ -21,7 +21,6 @@ from megatron_fanformer.experiments.result import README, RESULT, Measured, read
 from megatron_fanformer.experiments.verbs import ExperimentOptions
 from megatron_fanformer.processes import ended_by_stop_signals
 from megatron_fanformer.runtime import device
-from megatron_fanformer.runtime.launch import report_stopped
 from megatron_fanformer.terminal import show
 
 FOLDER = "runs/experiments"
@@ -122,7 +121,7 @@ def experiment(options: ExperimentOptions) -> None:
     if options.name is None:
         show(f"{name:9}  {probe.minutes:>4} min  {probe.about}" for name, probe in PROBES.items())
         return
-    with ended_by_stop_signals(report_stopped, outcome="before the end; the same command keeps the runs that are done"):
+    with ended_by_stop_signals("before the end; the same command keeps the runs that are done"):
         _run(options, options.name)
 
 

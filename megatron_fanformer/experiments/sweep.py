@@ -32,12 +32,10 @@ from megatron_fanformer.processes import (
     SAVE_SIGNAL,
     end_with_owner,
     ended_by_stop_signals,
-    signals_held,
     signals_to,
     usable_cores,
 )
 from megatron_fanformer.runtime import device
-from megatron_fanformer.runtime.launch import report_stopped
 from megatron_fanformer.terminal import show, table
 
 TRAIN = (sys.executable, "-m", "megatron_fanformer", "train")
@@ -65,7 +63,7 @@ def sweep(options: SweepOptions) -> None:
     """
     if options.jobs < 1:
         raise InputError(f"--jobs is {options.jobs}; it must be at least 1")
-    with ended_by_stop_signals(report_stopped):
+    with ended_by_stop_signals():
         device.prepare_libraries()
         loaded = read_sweep(options.file, needs_data=options.action == "run")
         match options.action:
@@ -200,7 +198,7 @@ class _Runs:
         self._log(f"[{number}/{self._sweep.config.num_cells}] {cell.name}")
         command = [*self._command, *_thread_options(cell, self._jobs), "--config", str(_write_configuration(cell))]
         cell.beside(".failed").unlink(missing_ok=True)
-        with cell.beside(".log").open("ab") as log, signals_held():  # the child holds them until it listens
+        with cell.beside(".log").open("ab") as log:
             log_start = log.tell()
             process = subprocess.Popen(
                 command,

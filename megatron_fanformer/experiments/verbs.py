@@ -58,8 +58,6 @@ SWEEP = Verb(
         ("init", "--config", "--compare", "--seeds"), "copy examples/sweeps/compare.yaml, and change its base"
     )
     | dict.fromkeys(("--gpu", "--gpus"), "plan --config BASE --gpu NAME estimates the time of a run"),
-    results_are_files=True,
-    takes_signals=True,
 )
 REPORT = Verb(
     name="report",
@@ -81,6 +79,4 @@ EXPERIMENT = Verb(
     removed=dict.fromkeys(
         ("--checkpoint", "--write-data"), "holes trains its models from scratch; evaluate tests fine-tuned ones"
     ),
-    results_are_files=True,
-    takes_signals=True,
 )

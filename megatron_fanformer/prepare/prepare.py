@@ -27,7 +27,7 @@ from megatron_fanformer.prepare.pipeline import ProgressListener, encode_shard, 
 from megatron_fanformer.prepare.shards import difference_of, folder_path, is_unchanged, work_folder
 from megatron_fanformer.prepare.verb import PrepareConfig, Shard
 from megatron_fanformer.prepare.workers import Job
-from megatron_fanformer.processes import unwound_by_stop_signals
+from megatron_fanformer.processes import ended_by_stop_signals
 from megatron_fanformer.runtime.device import quieten_libraries
 from megatron_fanformer.terminal import phases, plural, show
 
@@ -72,7 +72,7 @@ class PrepareReport:
 def prepare_files(config: PrepareConfig) -> None:
     """Run `prepare`, a shard of it, or that of both prefixes."""
     quieten_libraries()
-    with unwound_by_stop_signals(outcome="before the end; what is done is kept, run the same command to continue"):
+    with ended_by_stop_signals("before the end; what is done is kept, run the same command to continue"):
         if config.hold_out is not None:
             prepare_both(config, config.hold_out)
             return

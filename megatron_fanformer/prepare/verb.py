@@ -98,6 +98,5 @@ PREPARE = Verb(
         "prepare documents/*.jsonl.gz --output tokens/web\n--tokenizer tokenizer.json",
         "prepare @files.txt --output tokens/books\n--tokenizer tokenizer.model --workers 8",
     ),
-    results_are_files=True,
     removed=REMOVED,
 )

@@ -6,8 +6,6 @@ that fails. (torch's elastic agent waits 30 s for ranks that are stuck, and leav
 """
 
 import json
-import logging
-import os
 import pickle
 import signal
 import subprocess
@@ -23,26 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fanformer.errors import DivergenceError, FanformerError, InputError, Interrupted
-from megatron_fanformer.processes import (
-    SAVE_SIGNAL,
-    end_with_owner,
-    end_with_parent,
-    signals_held,
-    signals_to,
-)
+from megatron_fanformer.processes import NOTHING_LOST, SAVE_SIGNAL, end_with_owner, end_with_parent, signals_to
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.layout import RuntimeConfig
-from megatron_fanformer.terminal import print_stderr
 
 STOP_GRACE_SECONDS = 600  # how long a rank may take to save after a signal to stop, and to end after another ended
 FAILURE_GRACE_SECONDS = 0.5  # ranks that fail together end together
 KILLED_SECONDS = 10.0
 POLL_SECONDS = 0.05
-IS_FINAL = "is_final"  # beside an error of a rank that has ended for good: the others are not waited for
 PEER_FAILURE_WAIT_SECONDS = 15.0  # a rank that lost a peer lets the peer's own error be seen first
 CLOSING_SECONDS = 90.0  # for rank 0's last logs once the others have ended: W&B takes a minute at most
-
-logger = logging.getLogger(__name__)
 
 
 def refuse_ranks_without_gpu(ranks: int, runtime: RuntimeConfig, *, origin: str, remedy: str) -> None:
@@ -78,6 +66,7 @@ class _Rank:
     number: int
     process: "subprocess.Popen[bytes]"
     error: Path
+    """A file, of an error that the other ranks need not be waited for."""
 
     @property
     def code(self) -> int | None:
@@ -87,26 +76,20 @@ class _Rank:
     @property
     def has_failed(self) -> bool:
         """Return whether it ended otherwise than by saving on a signal to stop."""
-        if self.code == Interrupted.exit_code:
-            return IS_FINAL in self.report()[1]
-        return self.code not in (None, 0)
-
-    def report(self) -> tuple[str, dict[str, str]]:
-        """Return the message that it left, and its details; both empty where it left none."""
-        try:
-            message = json.loads(self.error.read_text())["message"]
-            return message["message"], message["extraInfo"]
-        except (OSError, ValueError):
-            return "", {}
+        return self.code not in (None, 0) and (self.code != Interrupted.exit_code or self.error.exists())
 
     def failure(self, stop: signal.Signals | None) -> FanformerError:
         """Return the error to raise for a rank that has failed."""
-        code, (message, details) = self.process.returncode, self.report()
+        code, message, stack = self.process.returncode, "", ""
+        with suppress(OSError, ValueError):
+            left = json.loads(self.error.read_text())["message"]
+            message, stack = left["message"], left["extraInfo"]["py_callstack"]
         if code == Interrupted.exit_code:
             return Interrupted(message.replace(signal.SIGTERM.name, stop.name, 1) if stop else message)
+        if stop and code == -signal.SIGTERM:  # before it listened
+            return Interrupted(f"stopped on {stop.name} {NOTHING_LOST}")
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        message = message or f"rank {self.number}: {how}"
-        return RankFailed(message, max(code, 1), details.get("py_callstack", ""))
+        return RankFailed(message or f"rank {self.number}: {how}", max(code, 1), stack)
 
 
 def launch_ranks(num_ranks: int, arguments: Sequence[str], *, threads: int, payload: Any) -> None:
@@ -128,28 +111,21 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str], *, threads: int, payl
         store = loopback_store()  # it answers while this is running
         signals: deque[signal.Signals] = deque()
         ranks: list[_Rank] = []
-        with signals_to(signals.append), _ended_after(ranks):
-            with signals_held():  # by the ranks, until they listen
+        with signals_to(signals.append):
+            try:
                 for number in range(num_ranks):
                     error = Path(folder) / f"error-{number}.json"
                     environment = devices.rank_environment(
                         number, num_ranks, threads=threads, store_port=store.port, payload=file, error=error
                     )
                     ranks.append(_Rank(number=number, process=_started(arguments, environment), error=error))
-            _wait_for(ranks, signals)
-
-
-@contextmanager
-def _ended_after(ranks: list[_Rank]) -> Iterator[None]:
-    """Kill the ranks that are left at the end of the block."""
-    try:
-        yield
-    finally:
-        for rank in ranks:
-            rank.process.kill()
-        for rank in ranks:
-            with suppress(subprocess.TimeoutExpired):  # the kernel may keep one that waits for a device
-                rank.process.wait(KILLED_SECONDS)
+                _wait_for(ranks, signals)
+            finally:
+                for rank in ranks:
+                    rank.process.kill()
+                for rank in ranks:
+                    with suppress(subprocess.TimeoutExpired):  # the kernel may keep one that waits for a device
+                        rank.process.wait(KILLED_SECONDS)
 
 
 def _started(arguments: Sequence[str], environment: dict[str, str]) -> "subprocess.Popen[bytes]":
@@ -159,7 +135,7 @@ def _started(arguments: Sequence[str], environment: dict[str, str]) -> "subproce
 
 
 def _wait_for(ranks: list[_Rank], signals: "deque[signal.Signals]") -> None:
-    """Wait until all ranks have ended, and pass signals on. Raises like `launch_ranks`."""
+    """Wait until all ranks have ended, and pass signals on, of those to stop the first. Raises like `launch_ranks`."""
     stop: signal.Signals | None = None
     deadline = float("inf")
     while any(rank.code is None for rank in ranks) and not any(rank.has_failed for rank in ranks):
@@ -171,10 +147,6 @@ def _wait_for(ranks: list[_Rank], signals: "deque[signal.Signals]") -> None:
                 stop = number
                 for rank in ranks:
                     rank.process.send_signal(signal.SIGTERM)
-            else:
-                logger.warning(
-                    "%s: the ranks are ending already; kill -9 %d ends them at once", number.name, os.getpid()
-                )
         if stop or any(rank.code is not None for rank in ranks):
             deadline = min(deadline, time.monotonic() + STOP_GRACE_SECONDS)
         if time.monotonic() > deadline:
@@ -184,11 +156,13 @@ def _wait_for(ranks: list[_Rank], signals: "deque[signal.Signals]") -> None:
                 "it was killed, run the same command to continue from the last checkpoint"
             )
         time.sleep(POLL_SECONDS)
-    if failed := [rank for rank in ranks if rank.has_failed]:
+    if any(rank.has_failed for rank in ranks):
         grace = time.monotonic() + FAILURE_GRACE_SECONDS
         while time.monotonic() < grace and any(rank.code is None for rank in ranks):
             time.sleep(POLL_SECONDS)
-        raise failed[0].failure(stop)
+        # Where one was stopped, others fail for lack of it.
+        failures = [rank.failure(stop) for rank in ranks if rank.has_failed]
+        raise next((failure for failure in failures if isinstance(failure, Interrupted)), failures[0])
     if any(rank.code for rank in ranks):
         name = stop.name if stop else "a signal to a rank"
         raise Interrupted(f"stopped on {name}, saved; run the same command to continue")
@@ -220,41 +194,28 @@ def report_failure() -> Iterator[None]:
     """Report the error of a rank's work to its launcher, then let it propagate."""
     try:
         yield
-    except Interrupted:  # of all ranks, which the launcher waits for
+    except Interrupted as error:
+        if error.is_final:
+            error.already_reported = devices.rank_number() != 0
+            _leave_for_launcher(error)
         raise
     except Exception as error:
         if getattr(error, "already_reported", False):
             # The peer's own error is the one that the user must see. Our launcher ends all others with the first: the
             # peer is to close what it has open, and ends this one.
             time.sleep(CLOSING_SECONDS if devices.launched_here() else PEER_FAILURE_WAIT_SECONDS)
-        _leave_for_launcher(error, is_final=True)
+        _leave_for_launcher(error)
         raise
 
 
-def report_stopped(message: str) -> None:
-    """Report that a signal ends this process between steps, for one of the ranks to which its launcher sends it."""
-    stopped = Interrupted(message)
-    stopped.already_reported = devices.rank_number() != 0
-    print_end(stopped)
-
-
-def print_end(error: FanformerError) -> None:
-    """Leave an error where the launcher finds it, or print it where there is no launcher of ours to."""
-    _leave_for_launcher(error, is_final=True)
-    if not (devices.launched_here() or error.already_reported):
-        print_stderr(f"megatron-fanformer: {error}")
-
-
-def _leave_for_launcher(error: Exception, *, is_final: bool = False) -> None:
+def _leave_for_launcher(error: Exception) -> None:
     """Write an error as torch's launchers read it."""
     file = devices.error_file()
     if file is None:
         return
-    details = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))}
-    if is_final:
-        details[IS_FINAL] = "yes"
     text = str(error) if isinstance(error, FanformerError) else f"{type(error).__name__}: {error}"
     if not isinstance(error, Interrupted | PeerFailed | DivergenceError):  # which no rank has met alone
         text = f"rank {devices.rank_number()}: {text}"
+    details = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))}
     with suppress(OSError):  # a full disk must not hide it
         file.write_text(json.dumps({"message": {"message": text, "extraInfo": details}}))

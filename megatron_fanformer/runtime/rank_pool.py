@@ -21,7 +21,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from megatron_fanformer.errors import FanformerError
-from megatron_fanformer.processes import end_with_owner, freeze_gc
+from megatron_fanformer.processes import end_with_owner
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.layout import DEFAULT_RUNTIME
 
@@ -139,7 +139,7 @@ def _host_ranks(setting: _Setting, connection: Any) -> None:
         while True:
             job = connection.recv()  # which imports what its function needs
             if not ranks:
-                freeze_gc()  # ranks share it, and do not look through it after every job
+                gc.freeze()  # ranks share it, and do not look through it after every job
             while len(ranks) < job.world_size:
                 ranks.append(_started(context, _serve, setting, len(ranks)))
             connections = [rank for _, rank in ranks[: job.world_size]]
@@ -208,7 +208,7 @@ def _serve(setting: _Setting, rank: int, connection: Any) -> None:
                 connection.send((False, traceback.format_exc(limit=LAST_FRAMES)))
                 os._exit(1)  # the process group may be in any state
             if len(sys.modules) > modules:
-                freeze_gc()  # the modules that it imported, among others
+                gc.freeze()  # the modules that it imported, among others
     sys.stdout.flush()
     os._exit(0)
 

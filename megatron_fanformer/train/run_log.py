@@ -9,7 +9,7 @@ import faulthandler
 import logging
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -28,7 +28,7 @@ class RunLog:
     """The log of this process, while `run_log` lasts."""
 
     def __init__(self, rank: int) -> None:
-        self.console = Console(markup=False)
+        self.console = _Output(markup=False)
         """The terminal. Whatever shows a live line on it must use this one."""
         self._rank = rank
         # Without a handler, logging would print warnings by its own of last resort.
@@ -101,6 +101,12 @@ def log_if_slow(doing: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+class _Output(Console):
+    def on_broken_pipe(self) -> None:
+        with suppress(SystemExit):  # nobody reads any more, and the run goes on
+            super().on_broken_pipe()
 
 
 class _Terminal(logging.Handler):

@@ -116,7 +116,7 @@ class Trainer:
             Interrupted: a signal came before the end; the checkpoint is saved.
             DivergenceError: the loss or the gradient norm is not finite.
         """
-        with signals_to(self._listener.note_signal, is_last=True), manual_gc():
+        with signals_to(self._listener.note_signal), manual_gc():
             if self._start.resumed is not None:
                 self._saves.copy(self.step)  # here, as its process is ended by `close`, which follows for sure
             stopping: Stopping | None = None

@@ -43,9 +43,9 @@ class ConfigOptions:
 
 def train(options: TrainOptions) -> None:
     """Run `train`."""
-    from megatron_fanformer.runtime.launch import end_with_launcher, report_failure, report_stopped
+    from megatron_fanformer.runtime.launch import end_with_launcher, report_failure
 
-    with ended_by_stop_signals(report_stopped):  # from before what takes seconds to import
+    with report_failure(), ended_by_stop_signals():  # from before what takes seconds to import
         end_with_launcher()
         device.quieten_libraries()  # the rest once the configuration is read
         from megatron_fanformer.train.start import run_rank, start_run
@@ -54,8 +54,7 @@ def train(options: TrainOptions) -> None:
         if address is None:
             start_run(options.config, options.overrides, options.command_line)
         else:
-            with report_failure():
-                run_rank(options.config, options.overrides, address)
+            run_rank(options.config, options.overrides, address)
 
 
 def config(options: ConfigOptions) -> None:
@@ -101,8 +100,6 @@ TRAIN = Verb(
         "train --config run.yaml\n--parallel.tensor_model_parallel_size 2",
     ),
     notes=ANY_FIELD,
-    results_are_files=True,
-    takes_signals=True,
     removed={"--log-file": "set logging.folder, in which every rank has a log file"},
 )
 

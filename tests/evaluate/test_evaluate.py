@@ -17,7 +17,6 @@ from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.evaluate.config import EvaluationRequest
 from megatron_fanformer.evaluate.evaluate import read_request
 from megatron_fanformer.evaluate.requests import read_requests, write_requests
-from megatron_fanformer.processes import hold_signals
 from tests.evaluate.made_up import made_up_requests
 from tests.generate.making import model_and_tensors, write_tokenizer
 from tests.whole_models import export_huggingface
@@ -221,7 +220,6 @@ def test_checkpoints_are_found_by_any_of_their_names(made: Made) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["tp=2,sp=true,fan=sequence", "dp=2", "pp=3"])
 def test_local_ranks_come_to_the_same(made: Made, tmp_path: Path, layout: str) -> None:
-    hold_signals()
     found = []
     for number, arguments in enumerate(([], ["--layout", layout])):
         output = tmp_path / f"{number}.json"

@@ -29,7 +29,6 @@ from megatron_fanformer.runtime.layout import RuntimeConfig
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.train.config import config_from_dict
 from megatron_fanformer.train.metrics import METRICS, read_metrics
-from megatron_fanformer.train.run_log import run_log
 from tests.patience import PATIENCE_SECONDS, wait_until
 from tests.small_runs import small_run, start_command, write_config, write_tokens
 
@@ -259,13 +258,21 @@ def test_ranks_have_ten_minutes_to_save_after_a_signal(tmp_path: Path, monkeypat
     assert 600 < now[0] < 601
 
 
-def test_a_second_signal_while_ranks_save_is_answered_and_not_passed_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_signal_while_ranks_save_is_not_passed_on(tmp_path: Path) -> None:
     codes, signals = iter([None] * 10), []
     process: Any = SimpleNamespace(poll=lambda: next(codes, Interrupted.exit_code), send_signal=signals.append)
     rank = launch._Rank(number=0, process=process, error=tmp_path / "error.json")
-    with run_log(rank=0), pytest.raises(Interrupted, match="stopped on SIGTERM, saved"):
+    with pytest.raises(Interrupted, match="stopped on SIGTERM, saved"):
         launch._wait_for([rank], deque([signal.SIGTERM, signal.SIGINT]))
     assert signals == [signal.SIGTERM]
-    assert "SIGINT: the ranks are ending already" in "".join(capsys.readouterr())
+
+
+def test_where_a_rank_was_stopped_others_fail_for_lack_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = []
+    for number, error in enumerate((FanformerError("connection closed"), Interrupted("stopped on SIGTERM at once"))):
+        monkeypatch.setenv(ERROR_FILE, str(tmp_path / f"{number}.json"))
+        launch._leave_for_launcher(error)
+        process: Any = SimpleNamespace(poll=lambda code=error.exit_code: code, returncode=error.exit_code)
+        ranks.append(launch._Rank(number=number, process=process, error=tmp_path / f"{number}.json"))
+    with pytest.raises(Interrupted, match="stopped on SIGTERM at once"):
+        launch._wait_for(ranks, deque())
