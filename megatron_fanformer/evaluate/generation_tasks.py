@@ -13,7 +13,7 @@ from megatron_fanformer.evaluate.code_execution import Program, run_programs
 from megatron_fanformer.evaluate.results import TaskResult, mean_value
 from megatron_fanformer.evaluate.tasks import TASKS
 from megatron_fanformer.evaluate.verb import EvaluateOptions
-from megatron_fanformer.generate.continuation import Continuation, continue_all
+from megatron_fanformer.generate.generate import Continuation, continue_all
 from megatron_fanformer.generate.models import TrainedModel
 from megatron_fanformer.generate.verb import SamplingConfig
 

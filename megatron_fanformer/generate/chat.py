@@ -16,8 +16,8 @@ from megatron_fanformer.data.chat_template import (
     refuse_spaces_between,
 )
 from megatron_fanformer.data.tokenizer import Tokenizer
-from megatron_fanformer.errors import InputError, collect_problems
-from megatron_fanformer.generate.continuation import Continuation
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.generate.generate import Continuation
 from megatron_fanformer.generate.models import TrainedModel, find_model_and_tokenizer, load_model
 from megatron_fanformer.generate.verb import ChatConfig
 from megatron_fanformer.runtime.device import return_freed_memory
@@ -33,25 +33,19 @@ def open_chat(config: ChatConfig) -> Iterator["Chat"]:
     """Load a model to talk to, in a process group of this process alone.
 
     Raises:
-        InputError: settings are wrong, the checkpoint, its tokenizer or its template is missing: all problems
-            together, before weights are read.
+        InputError: settings, checkpoint, tokenizer or template are wrong, which is known before weights are read.
         CorruptError: the checkpoint is damaged.
     """
-    problems = config.problems()
-    source, tokenizer = find_model_and_tokenizer(config.checkpoint, config.tokenizer, problems, eod_id=config.eod_id)
-    template = None
-    if source is not None:
-        if (config.max_new_tokens or 0) >= source.config.seq_length:
-            problems.append(
-                f"max_new_tokens is {config.max_new_tokens}, which leaves no room for a message in the "
-                f"{source.config.seq_length} tokens that the model was trained on; set it lower"
-            )
-        if tokenizer is not None:
-            named, end = config.chat_template, source.end_of_text_id
-            template = collect_problems(problems, lambda: find_template(tokenizer.path, named, eod_id=end))
-            collect_problems(problems, lambda: refuse_spaces_between(tokenizer))
-    if problems or source is None or tokenizer is None or template is None:
+    if problems := config.problems():
         raise InputError("\n".join(problems))
+    source, tokenizer = find_model_and_tokenizer(config.checkpoint, config.tokenizer, eod_id=config.eod_id)
+    if (config.max_new_tokens or 0) >= source.config.seq_length:
+        raise InputError(
+            f"max_new_tokens is {config.max_new_tokens}, which leaves no room for a message in the "
+            f"{source.config.seq_length} tokens that the model was trained on; set it lower"
+        )
+    template = find_template(tokenizer.path, config.chat_template, eod_id=source.end_of_text_id)
+    refuse_spaces_between(tokenizer)
     with load_model(source.path) as model:
         yield Chat(model, tokenizer, template, config)
 
@@ -122,17 +116,13 @@ class Chat:
 
     def _logits_after(self, ids: list[int]) -> Tensor:
         """Return the logits [v] of the token after `ids`; the model reads only those that the cache does not hold."""
-        known = min(_common_length(self._cached_ids, ids), len(ids) - 1)
+        pairs = enumerate(zip(self._cached_ids, ids[:-1], strict=False))
+        known = next((place for place, (old, new) in pairs if old != new), min(len(self._cached_ids), len(ids) - 1))
         self._decoder.rewind(known)
         self._cached_ids = ids[:known]  # should the reading be broken off
         (logits_v,) = self._decoder.next_logits(torch.tensor([ids[known:]]))
         self._cached_ids = ids
         return logits_v
-
-
-def _common_length(left: Sequence[int], right: Sequence[int]) -> int:
-    shorter = min(len(left), len(right))
-    return next((place for place in range(shorter) if left[place] != right[place]), shorter)
 
 
 # -- input and output
@@ -141,37 +131,30 @@ def _common_length(left: Sequence[int], right: Sequence[int]) -> int:
 def talk(config: ChatConfig) -> None:
     """Answer the lines of standard input, a terminal's or a pipe's, until it ends.
 
-    To a pipe nothing but answers is written on standard output, each followed by a line end. Lines of white space alone
-    are passed over.
-
-    Raises:
-        InputError, CorruptError, DivergenceError: those of `open_chat` and `Chat.answer`; in a terminal, why a message
-            cannot be answered is printed, and it may be rephrased.
-        KeyboardInterrupt: Ctrl-C twice without a line in between, or once for a pipe.
+    Standard output has nothing but the answers. A message that cannot be answered may be rephrased in a terminal, and
+    ends a pipe with InputError; Ctrl-C ends a pipe, and a terminal if it comes twice without a line in between.
     """
     with open_chat(config) as chat:
-        if sys.stdin.isatty():
-            _talk_in_terminal(chat)
-        else:
+        if not sys.stdin.isatty():
             _talk_in_pipe(chat)
+            return
+        with suppress(ImportError):
+            import readline  # noqa: F401  (input() edits lines by it)
+        _talk_in_terminal(chat)
 
 
 def _talk_in_pipe(chat: Chat) -> None:
     for number, line in enumerate(sys.stdin.buffer, start=1):
         try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8")  # without a byte order mark
+            if not _carry_out(chat, line.decode("utf-8-sig").rstrip("\r\n")):
+                return
         except UnicodeDecodeError:
             raise InputError(f"line {number} of the messages is not valid UTF-8; write them in that") from None
-        try:
-            if not _carry_out(chat, text.removesuffix("\n").removesuffix("\r")):
-                return
         except InputError as error:
             raise InputError(f"line {number} of the messages: {error}") from None
 
 
 def _talk_in_terminal(chat: Chat) -> None:
-    with suppress(ImportError):
-        import readline  # noqa: F401  (input() edits lines by it)
     _print_notice(HINT)
     is_interrupted = False
     while True:
@@ -195,22 +178,16 @@ def _talk_in_terminal(chat: Chat) -> None:
 def _carry_out(chat: Chat, text: str) -> bool:
     """Carry out a command or answer a message; return False where the conversation is to end."""
     command = text.strip()
-    if command == QUIT:
-        return False
     if command == RESET:
         chat.reset()
-    elif command:
+    elif command and command != QUIT:
         forgotten = chat.forgotten
         for piece in chat.answer(text):
-            if chat.forgotten and not forgotten:
-                _print_notice(
-                    "the conversation is longer than the model's context; from here on its oldest turns are left out"
-                )
-                forgotten = chat.forgotten
-            if piece:
-                print(piece, end="", flush=True)
+            print(piece, end="", flush=True)
         print(flush=True)
-    return True
+        if chat.forgotten and not forgotten:
+            _print_notice("the conversation is longer than the model's context; its oldest turns are left out")
+    return command != QUIT
 
 
 def _print_notice(line: str) -> None:

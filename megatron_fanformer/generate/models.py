@@ -22,7 +22,7 @@ from megatron_fanformer.checkpoint.training_state import load_weights
 from megatron_fanformer.convert.name_table import convert
 from megatron_fanformer.convert.recognition import RUNNABLE, checkpoint_of, recognise
 from megatron_fanformer.data.tokenizer import GENERATION_CONFIG, Tokenizer, load_tokenizer, read_beside
-from megatron_fanformer.errors import collect_problems
+from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.build import build_stages, sharded_state
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.model.local_layers import TorchCoreAttention
@@ -37,7 +37,6 @@ class ModelSource:
     path: Path
     """The checkpoint or exported folder itself."""
     config: FANformerConfig
-    """The model's shape."""
     dtype: torch.dtype
     """Number format of the saved weights."""
     tokenizer: Path | None
@@ -48,7 +47,7 @@ class ModelSource:
     """Reads the weights into a stage's chunks."""
 
     def tokenizer_problems(self, tokenizer: Tokenizer) -> list[str]:
-        """Return why a tokenizer cannot be this model's: its ids would lead out of the vocabulary."""
+        """Return a line where a tokenizer's ids lead out of the model's vocabulary."""
         if tokenizer.vocab_size <= self.config.vocab_size:
             return []
         return [
@@ -60,8 +59,7 @@ class ModelSource:
 def find_model(checkpoint: Path, *, eod_id: int | None = None) -> ModelSource:
     """Find a trained model: in a run's folder (its latest), one checkpoint, or an exported Hugging Face folder.
 
-    Args:
-        eod_id: the id that ends a document, whatever is stated next to the weights.
+    A document ends with `eod_id`, whatever is stated next to the weights.
 
     Raises:
         InputError: there is none, or it cannot be built.
@@ -69,49 +67,37 @@ def find_model(checkpoint: Path, *, eod_id: int | None = None) -> ModelSource:
     """
     target = recognise(checkpoint, RUNNABLE)
     folder = checkpoint_of(target)
-    fill: Callable[[list[Any], RankGrid], None]
     if target.kind == "hf":
         from megatron_fanformer.convert.huggingface import stated_model  # imports transformers: over a second
 
         config, dtype, end_of_text_id = stated_model(folder)
         is_bf16 = dtype == torch.bfloat16
-        fill = functools.partial(_fill_from_huggingface, folder)
     else:
         config = run_folder.saved_model(folder)
         end = read_beside(folder / GENERATION_CONFIG).get("eos_token_id")
         end_of_text_id = end if type(end) is int else None
         is_bf16 = run_folder.saved_config(folder).get("precision", {}).get("dtype") == "bf16"
-        fill = functools.partial(load_weights, folder)
     return ModelSource(
         path=folder,
         config=config,
         dtype=torch.bfloat16 if is_bf16 else torch.float32,
         tokenizer=run_folder.attached_tokenizer(folder),
         end_of_text_id=end_of_text_id if eod_id is None else eod_id,
-        fill=fill,
+        fill=functools.partial(_fill_from_huggingface if target.kind == "hf" else load_weights, folder),
     )
 
 
 def find_model_and_tokenizer(
-    checkpoint: str, stated_tokenizer: str | None, problems: list[str], *, eod_id: int | None = None
-) -> tuple[ModelSource | None, Tokenizer | None]:
-    """Find a model by `find_model`, and the tokenizer that is stated, or else lies next to it.
-
-    Problems with either are added to `problems`, one a line; then it may be None.
-
-    Raises:
-        CorruptError: the model's configuration cannot be read.
-    """
-    source = collect_problems(problems, lambda: find_model(Path(checkpoint), eod_id=eod_id))
-    path = stated_tokenizer or (source.tokenizer if source else None)
+    checkpoint: str, stated_tokenizer: str | None = None, *, eod_id: int | None = None
+) -> tuple[ModelSource, Tokenizer]:
+    """Find a model by `find_model`, and the tokenizer that is stated, or else lies next to it."""
+    source = find_model(Path(checkpoint), eod_id=eod_id)
+    path = stated_tokenizer or source.tokenizer
     if path is None:
-        if source is not None:
-            problems.append(f"{source.path} holds no tokenizer; name one with --tokenizer")
-        return source, None
-    end = source.end_of_text_id if source else eod_id
-    tokenizer = collect_problems(problems, lambda: load_tokenizer(path, eod_id=end))
-    if source is not None and tokenizer is not None:
-        problems += source.tokenizer_problems(tokenizer)
+        raise InputError(f"{source.path} holds no tokenizer; name one with --tokenizer")
+    tokenizer = load_tokenizer(path, eod_id=source.end_of_text_id)
+    if problems := source.tokenizer_problems(tokenizer):
+        raise InputError(problems[0])
     return source, tokenizer
 
 
@@ -189,11 +175,7 @@ class Decoder:
 
 
 def build_model(source: ModelSource, grid: RankGrid) -> TrainedModel:
-    """Build a model and read its weights: in bf16 if they were saved so and there is a GPU, else in float32.
-
-    Raises:
-        InputError, CorruptError: the weights are damaged, or of another model.
-    """
+    """Build a model and read its weights: in bf16 if they were saved so and there is a GPU, else in float32."""
     dtype = source.dtype if grid.device == "cuda" else torch.float32
     (stage,) = build_stages(source.config, ParallelConfig(), grid, dtype=dtype, seed=None)
     source.fill([stage], grid)
@@ -202,11 +184,7 @@ def build_model(source: ModelSource, grid: RankGrid) -> TrainedModel:
 
 @contextmanager
 def load_model(checkpoint: Path) -> Iterator[TrainedModel]:
-    """Yield the model of a checkpoint, in a process group of this process alone; there must be none yet.
-
-    Raises:
-        InputError, CorruptError: those of `find_model` and `build_model`.
-    """
+    """Yield the model of a checkpoint, in a process group of this process alone; there must be none yet."""
     source = find_model(checkpoint)
     with distributed(ParallelConfig()) as grid:
         seed_everything(0)  # megatron-core builds layers on a GPU from random states that must exist

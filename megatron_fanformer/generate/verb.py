@@ -8,13 +8,11 @@ import msgspec
 
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.options import Verb, argument, option
+from megatron_fanformer.options import Verb, argument, count, option
 from megatron_fanformer.runtime import device
 from megatron_fanformer.terminal import print_loading
 
-SEED_LIMIT = 2**63
 SAMPLING = "sampling"
-JSON_LINES = (".jsonl", ".ndjson")
 MOST_BYTES = 1 << 30  # of a file of prompts
 
 
@@ -30,8 +28,6 @@ class SamplingConfig:
     """Sample from the most likely tokens that together have this probability, in (0, 1]; at least one."""
     seed: int = option(0, group=SAMPLING)
     """Seed of the draws: equal seeds and settings give equal text."""
-    num_samples: int = option(1, kind="none")
-    """Texts for each prompt; several need a temperature above 0."""
 
     def problems(self) -> list[str]:
         """Return the rules of single fields that this configuration breaks, one line each."""
@@ -44,17 +40,8 @@ class SamplingConfig:
             problems.append(f"top_k is {self.top_k}; it must not be negative (0 samples from all tokens)")
         if not 0 < self.top_p <= 1:
             problems.append(f"top_p is {self.top_p}; it must lie in (0, 1] (1 samples from all tokens)")
-        if not 0 <= self.seed < SEED_LIMIT:
+        if not 0 <= self.seed < 2**63:
             problems.append(f"seed is {self.seed}; it must lie in [0, 2**63)")
-        for name in ("num_samples", "max_new_tokens", "batch_size"):
-            count = getattr(self, name, None)  # a subclass has the latter two
-            if count is not None and count < 1:
-                problems.append(f"{name} is {count}; it must be at least 1")
-        if self.num_samples > 1 and self.temperature == 0:
-            problems.append(
-                f"num_samples is {self.num_samples}, but temperature 0 takes the most likely tokens each time; set a "
-                "temperature above 0, or num_samples to 1"
-            )
         return problems
 
 
@@ -83,15 +70,25 @@ class GenerateConfig(_TextConfig):
     prompts: tuple[str, ...] = option((), name="--prompt", repeated=True)
     """Text to continue; an empty one: a new document; may be repeated."""
     prompts_file: Path | None = option(None, name="--prompts", metavar="FILE")
-    """File of texts to continue: one a line, or JSON lines with "prompt"."""
-    num_samples: int = 1
+    """File of texts to continue: one a line, or (.jsonl) JSON lines with "prompt"."""
+    num_samples: int = option(1, parse=count)
     """Continuations of each prompt; several need a temperature above 0."""
-    max_new_tokens: int = 64
+    max_new_tokens: int = option(64, parse=count)
     """The most tokens of a continuation; it has fewer if the document ends earlier, or at a stop string."""
-    batch_size: int = 16
+    batch_size: int = option(16, parse=count)
     """Continuations that are decoded together; it does not change them."""
     json: bool = False
     """Print a JSON object a line for each continuation."""
+
+    def problems(self) -> list[str]:
+        """Return the rules of single fields that this configuration breaks, one line each."""
+        if self.num_samples == 1 or self.temperature != 0:
+            return super().problems()
+        return [
+            *super().problems(),
+            f"num_samples is {self.num_samples}, but temperature 0 takes the most likely tokens each time; set a "
+            "temperature above 0, or num_samples to 1",
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,26 +99,25 @@ class ChatConfig(_TextConfig):
     """Instruction to the model, before the conversation."""
     chat_template: str | None = option(None, metavar="FILE")
     """Jinja template, or olmo: the authors' form (default: the template next to the tokenizer)"""
-    max_new_tokens: int | None = None
+    max_new_tokens: int | None = option(None, parse=count)
     """The most tokens of an answer (default: what the model's context holds)"""
 
 
 def _before_generate(config: GenerateConfig) -> tuple[GenerateConfig]:
-    config = replace(config, checkpoint=_runnable(config.checkpoint))
-    if config.prompts_file is not None:
-        config = replace(config, prompts=(*config.prompts, *read_prompts(config.prompts_file)))
-    if not config.prompts:
+    checkpoint = _runnable(config.checkpoint)
+    prompts = config.prompts if config.prompts_file is None else (*config.prompts, *read_prompts(config.prompts_file))
+    if not prompts:
         raise InputError("there is no text to continue; name one with --prompt, or a file of them with --prompts")
-    print_loading(config.checkpoint)
+    print_loading(checkpoint)
     device.prepare_megatron()
-    return (config,)
+    return (replace(config, checkpoint=checkpoint, prompts=prompts),)
 
 
 def _before_chat(config: ChatConfig) -> tuple[ChatConfig]:
-    config = replace(config, checkpoint=_runnable(config.checkpoint))
-    print_loading(config.checkpoint)
+    checkpoint = _runnable(config.checkpoint)
+    print_loading(checkpoint)
     device.prepare_megatron()
-    return (config,)
+    return (replace(config, checkpoint=checkpoint),)
 
 
 def _runnable(checkpoint: str) -> str:
@@ -143,32 +139,30 @@ class _Prompt(msgspec.Struct):
 def read_prompts(path: Path) -> list[str]:
     """Return the prompts of a file, in order; lines of white space alone are passed over.
 
-    A file named .jsonl or .ndjson has a JSON object with the field `prompt` on each line, and prompts of several lines
-    need one. In any other file each line is a prompt.
-
     Raises:
-        InputError: it cannot be read, is not UTF-8, holds no prompt, or a line is not such an object.
+        InputError: it cannot be read, is not UTF-8, holds no prompt, or a line of a .jsonl file is not an object with a
+            `prompt`.
     """
     try:
-        lines = regular_file(path, most_bytes=MOST_BYTES).read_bytes().decode("utf-8-sig").split("\n")
+        text = regular_file(path, most_bytes=MOST_BYTES).read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise InputError(f"prompts {path} cannot be read ({error.strerror}); name a text or JSON lines file") from error
     except UnicodeDecodeError:
         raise InputError(f"prompts {path} are not valid UTF-8; write them in that") from None
-    numbered = [(number, line.removesuffix("\r")) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not numbered:
-        raise InputError(f"prompts {path} holds no prompt; write one a line")
-    if path.suffix not in JSON_LINES:
-        return [line for _, line in numbered]
     prompts = []
-    for number, line in numbered:
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
         try:
-            prompts.append(msgspec.json.decode(line, type=_Prompt).prompt)
+            is_json = path.suffix == ".jsonl"
+            prompts.append(msgspec.json.decode(line, type=_Prompt).prompt if is_json else line.removesuffix("\r"))
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise InputError(
                 f'line {number} of prompts {path} is not a JSON object with a text in "prompt" ({error}); write one a '
                 "line"
             ) from None
+    if not prompts:
+        raise InputError(f"prompts {path} holds no prompt; write one a line")
     return prompts
 
 

@@ -13,7 +13,7 @@ import torch
 from megatron_fanformer.checkpoint.full_tensors import write_full_tensors
 from megatron_fanformer.convert.name_table import expected_shapes
 from megatron_fanformer.data.chat_template import attached_files
-from megatron_fanformer.generate.continuation import Continuation, continue_all
+from megatron_fanformer.generate.generate import Continuation, continue_all
 from megatron_fanformer.generate.models import TrainedModel, build_model, find_model
 from megatron_fanformer.generate.verb import SamplingConfig
 from megatron_fanformer.model.config import FANConfig, FANformerConfig

@@ -8,14 +8,15 @@ from transformers.generation.logits_process import TopPLogitsWarper
 
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import DivergenceError
-from megatron_fanformer.generate.continuation import (
+from megatron_fanformer.generate.generate import (
     Continuation,
     NewText,
-    Sampler,
     continue_together,
+    next_token,
     token_probabilities,
 )
 from megatron_fanformer.generate.verb import SamplingConfig
+from megatron_fanformer.runtime.seeding import generator_for
 from tests.generate.making import GREEDY, Bytes, new_ids_of_many, with_model, write_checkpoint
 
 PROBABILITIES = torch.tensor([0.05, 0.4, 0.15, 0.3, 0.1])
@@ -29,8 +30,9 @@ def kept(**settings) -> list[int]:
 
 
 def draws(number: int, **settings) -> list[int]:
-    sampler = Sampler(SamplingConfig(**{"temperature": 1.0, **settings}))
-    return [sampler(LOGITS) for _ in range(number)]
+    config = SamplingConfig(**{"temperature": 1.0, **settings})
+    generator = generator_for(config.seed, "")
+    return [next_token(LOGITS, config, generator) for _ in range(number)]
 
 
 def test_temperature_divides_the_logits():
@@ -88,7 +90,7 @@ def test_equal_seeds_alone_draw_alike_and_leave_the_global_state_alone():
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_logits_that_are_not_finite_are_refused(value):
     with pytest.raises(DivergenceError, match="earlier checkpoint"):
-        Sampler(SamplingConfig())(torch.tensor([0.0, value]))
+        next_token(torch.tensor([0.0, value]), SamplingConfig(), generator_for(0, ""))
 
 
 # -- text

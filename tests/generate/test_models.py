@@ -65,7 +65,7 @@ def test_an_export_states_what_ends_its_documents(exported_folder, tmp_path):
     folder = shutil.copytree(exported_folder, tmp_path / "export")
     stated = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**stated, "eos_token_id": 97}))
-    found = [find_model_and_tokenizer(str(path), None, [])[1].eod_id for path in (exported_folder, folder)]
+    found = [find_model_and_tokenizer(str(path))[1].eod_id for path in (exported_folder, folder)]
     assert found == [stated["eos_token_id"], 97] and found[0] != 97
-    source, tokenizer = find_model_and_tokenizer(str(folder), None, [], eod_id=98)
+    source, tokenizer = find_model_and_tokenizer(str(folder), eod_id=98)
     assert source.end_of_text_id == tokenizer.eod_id == 98
