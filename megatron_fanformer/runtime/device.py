@@ -344,15 +344,6 @@ def return_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-ATTENTION_SWITCHES = {"NVTE_FLASH_ATTN": "flash", "NVTE_FUSED_ATTN": "fused", "NVTE_UNFUSED_ATTN": "unfused"}
-"""Environment variables that switch Transformer Engine's attentions on or off, and the attention of each."""
-
-
-def attention_switches() -> dict[str, str]:
-    """Return those of `ATTENTION_SWITCHES` that the environment sets, with their values."""
-    return {name: os.environ[name] for name in ATTENTION_SWITCHES if name in os.environ}
-
-
 def prepare_libraries(shape: environment.RunShape = environment.ANY_SHAPE) -> list[environment.Applied]:
     """Set all that libraries read when they are imported; every process that computes begins with it.
 

@@ -1,7 +1,7 @@
 """Environment variables of libraries: the values that a run sets, and the reasons.
 
 `SETTINGS` is the table; `prepare` applies it, before torch is imported. Values in the environment win, unless they
-would make the run wrong. `config --environment` prints the table for a run, docs/gpu.md has it for all.
+would make the run wrong. A setting says why.
 """
 
 import importlib.util
@@ -219,4 +219,4 @@ def kept_line(applied: list[Applied]) -> str | None:
     ]
     if not kept:
         return None
-    return f"kept from the environment: {', '.join(kept)}; `config --environment` has the reasons"
+    return f"kept from the environment: {', '.join(kept)}"

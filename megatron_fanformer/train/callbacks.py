@@ -187,8 +187,6 @@ class SeenSources(Callback):
         skipped: the steps so far whose samples were not trained on; it may grow.
         step: the run's present one.
         seen: the result of `after` at that step; None: unknown.
-        is_changed: whether the order is not that of all steps so far, as the data were changed on the way. Otherwise,
-            sources that `seen` lacks are counted from the first step on: the same data may have other names now.
     """
 
     def __init__(
@@ -200,7 +198,6 @@ class SeenSources(Callback):
         *,
         step: int = 0,
         seen: Mapping[str, Mapping[str, float]] | None = None,
-        is_changed: bool = False,
     ) -> None:
         self._config, self._train, self._skipped = config, datasets.train, skipped
         self._names: list[str] = []
@@ -220,8 +217,7 @@ class SeenSources(Callback):
         self._drawn = [numbers[name] for name in drawn or self._names]
         self._labels = source_labels(list(epochs))
         self._epoch_samples = np.array(list(epochs.values()))
-        is_known = is_changed or (seen is not None and seen.keys() <= numbers.keys())
-        self._step, known = (step, seen or {}) if is_known else (0, {})
+        self._step, known = (0, {}) if seen is None else (step, seen)
         tokens = [known.get(name, {}).get("tokens", 0) for name in self._names]
         self._samples = np.array(tokens, np.int64) // config.model.seq_length
         self._former = {name: dict(counted) for name, counted in known.items() if name not in numbers}

@@ -1,4 +1,4 @@
-"""`megatron-fanformer config`: fields of a run's configuration, resolved configuration, environment."""
+"""`megatron-fanformer config`: fields of a run's configuration, resolved configuration."""
 
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -9,8 +9,6 @@ import yaml
 
 from megatron_fanformer.configuration import FieldDescription, described_fields, field_texts
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.runtime import device, environment
-from megatron_fanformer.terminal import plural, table
 from megatron_fanformer.train.config import PRESET_KEY, RunConfig, load_config
 
 WIDTH = 80  # columns of text
@@ -59,35 +57,3 @@ def resolved_text(file: Path, overrides: Sequence[str]) -> str:
     if problems:
         raise InputError("\n".join(problems))
     return yaml.safe_dump(config.as_dict(), sort_keys=False, allow_unicode=True).rstrip()
-
-
-def environment_lines(file: Path, overrides: Sequence[str], gpus: int | None) -> list[str]:
-    """Return the environment that a run sets for its ranks, the user's own settings there, and the reasons.
-
-    Args:
-        gpus: ranks of the run; None: as many as `train` starts by itself.
-
-    Raises:
-        InputError: the file cannot be read; the layout does not divide the ranks; the environment contradicts the run.
-    """
-    config = load_config(file, overrides)
-    if problems := [*config.parallel.problems(), *config.runtime.problems()]:
-        raise InputError("\n".join(problems))
-    replicas = config.parallel.resolve_data_parallel_size(gpus)
-    shape = config.run_shape(replicas * config.parallel.model_parallel_size)
-    here = device.gpu_models()
-    machine = f"{len(here)} × {here[0]} here" if here else "no GPU here, so that what GPUs alone read has no effect"
-    rows = []
-    for applied in environment.settings_of(shape):
-        setting, name, ours, theirs = applied
-        if theirs is not None:
-            rows.append([name, theirs, f"yours; else {ours}" if applied.differs else "yours", setting.reason])
-        elif ours is not None:
-            rows.append([name, ours, "this program's", setting.reason])
-        else:
-            rows.append([name, "not set", "", setting.when])
-    return [
-        f"{plural(shape.ranks, 'rank')}, {plural(shape.replicas, 'replica')} of the weights; {machine}",
-        "",
-        *table(["variable", "value", "whose", "why"], rows, align="llll"),
-    ]

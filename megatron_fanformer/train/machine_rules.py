@@ -52,33 +52,22 @@ def kernel_problems(kernels: KernelsConfig) -> Iterator[str]:
         )
     if kernels.cuda_graph_impl == "local" and devices.resolve_device("auto") == "cpu":
         yield "kernels.cuda_graph_impl is local, but there is no GPU; set it to none"
-    backend = kernels.attention_backend
-    for name, value in devices.attention_switches().items():  # megatron-core sets them, and refuses other values
-        if value != ("1" if backend in ("auto", devices.ATTENTION_SWITCHES[name]) else "0"):
-            yield (
-                f"{name} is {value} in the environment, but kernels.attention_backend is {backend}; unset it, and "
-                "choose by that field"
-            )
 
 
 def layer_problems(
     model: FANformerConfig, parallel: ParallelConfig, kernels: KernelsConfig, *, with_engine: bool, in_fp32: bool
 ) -> Iterator[str]:
     """Yield the settings that the Engine's layers, or the local ones, cannot compute, one line each."""
-    rope, placement = kernels.fused_single_qkv_rope, model.placement
+    if kernels.fused_single_qkv_rope and (reason := _rope_problem(model, parallel, with_engine=with_engine)):
+        yield f"kernels.fused_single_qkv_rope is true, but {reason}; set it to false"
     if not with_engine:
         if parallel.cp_comm_type == "p2p":
             yield (
                 "parallel.cp_comm_type is p2p, which is Transformer Engine's, but the layers here are local ones, "
                 "which gather keys and values; set it to null"
             )
-        if rope:
-            yield (
-                "kernels.fused_single_qkv_rope is true, but its kernel is Transformer Engine's, whose layers are not "
-                "in use here; set it to false"
-            )
         return
-    if not placement.has_engine_layers:
+    if not model.placement.has_engine_layers:
         yield (
             f"model.fan.placement is {model.fan.placement}, whose FAN layers are local ones alone, but the layers here "
             "are Transformer Engine's; set kernels.transformer_impl to local"
@@ -90,22 +79,20 @@ def layer_problems(
             "parallel ranks is of 16 bits alone; set the dtype to bf16, parallel.cp_comm_type to a2a, or "
             "kernels.transformer_impl to local"
         )
-    if rope and placement.has_own_values:
-        yield (
-            f"kernels.fused_single_qkv_rope is true at model.fan.placement {model.fan.placement}, whose values are in "
-            "another tensor than queries and keys; set it to false"
-        )
-    elif rope and model.query_groups < parallel.tensor_model_parallel_size:
-        yield (
-            f"kernels.fused_single_qkv_rope is true with {model.query_groups} query groups over "
-            f"parallel.tensor_model_parallel_size {parallel.tensor_model_parallel_size}, but ranks that share a group "
-            "would each rotate all of its queries; set it to false"
-        )
-    if rope and model.qk_layernorm:
-        yield (
-            "kernels.fused_single_qkv_rope is true with model.qk_layernorm, but its kernel has no norm between QKV and "
-            "rotary positions; set one of them to false"
-        )
+
+
+def _rope_problem(model: FANformerConfig, parallel: ParallelConfig, *, with_engine: bool) -> str | None:
+    """Return why the Engine's kernel of rotary positions cannot be used, if it cannot."""
+    ranks = parallel.tensor_model_parallel_size
+    if not with_engine:
+        return "its kernel is Transformer Engine's, whose layers are not in use here"
+    if model.qk_layernorm:
+        return "its kernel has no norm between QKV and rotary positions, as model.qk_layernorm asks"
+    if model.placement.has_own_values:
+        return f"at model.fan.placement {model.fan.placement} values are in another tensor than queries and keys"
+    if model.query_groups < ranks:  # each would rotate all queries of its group
+        return f"its {model.query_groups} query groups are shared by parallel.tensor_model_parallel_size {ranks} ranks"
+    return None
 
 
 # -- FP8
@@ -138,10 +125,6 @@ def fp8_problems(
             "parallel.recompute_modules has layernorm, which cannot be recomputed with precision.fp8_recipe delayed; "
             "remove it, or choose the recipe tensorwise"
         )
-    layers = model.num_layers // parallel.pipeline_model_parallel_size
-    for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
-        if precision.first_last_layers_bf16 and getattr(precision, name) > layers:
-            yield f"precision.{name} is {getattr(precision, name)}, but a pipeline stage has {layers} layers; lower it"
 
 
 def can_recompute_norms(precision: PrecisionConfig) -> bool:

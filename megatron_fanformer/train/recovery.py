@@ -134,10 +134,6 @@ class EventLog:
         if event == "skipped":
             self._skipped.add(step)
 
-    def skipped_until(self, step: int) -> set[int]:
-        """Return the steps up to `step` that were skipped at some time."""
-        return {skipped for skipped in self._skipped if skipped <= step}
-
     def totals(self) -> dict[str, int]:
         """Return the count of each kind of event so far, for the metrics."""
         return {TOTALS[event]: count for event, count in self._counts.items()}

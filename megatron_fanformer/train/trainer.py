@@ -416,7 +416,7 @@ class Trainer:
             )
         self.step, self.consumed_samples = progress["step"], progress["consumed_samples"]
         self._bad_steps.set_medians(progress.get("medians", {}))
-        self._skipped_steps = set(progress.get("skipped", self._events.skipped_until(self.step)))
+        self._skipped_steps = set(progress.get("skipped", ()))
         self._resumed_sources = progress.get("sources")
         self._scheduler = self._build_scheduler()
         self._scheduler.step(self.step)
@@ -433,7 +433,6 @@ class Trainer:
             self._skipped_steps,
             step=self.step,
             seen=self._resumed_sources,
-            is_changed=bool(self._start.identity.training_changes),
         )
         self._batches = read_batches(
             self.config, self.grid, self._data.train, consumed_samples=self.consumed_samples, for_training=True

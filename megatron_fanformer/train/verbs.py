@@ -25,20 +25,16 @@ class TrainOptions:
 class ConfigOptions:
     """Options of `config`."""
 
-    resolved: bool = option(False, exclusive="shown")
+    resolved: bool = False
     """Print all of --config, with presets and overrides applied, as YAML."""
-    environment: bool = option(False, exclusive="shown")
-    """Print what a run by --config sets in the environment of its ranks, and why."""
     from_megatron: tuple[str, ...] | None = option(None, metavar="ARGS", nargs="...")
     """Print the configuration that the arguments of Megatron-LM's pretrain_gpt.py are, and what it does not hold. All
     that follows are arguments: put this in the place of `torchrun … pretrain_gpt.py` in a launch script, and run it."""
-    config: Path | None = option(None, metavar="FILE", parse=path_or_none, needs=("resolved", "environment"))
-    """With --resolved and --environment: configuration file (YAML)."""
+    config: Path | None = option(None, metavar="FILE", parse=path_or_none, needs=("resolved",))
+    """With --resolved: configuration file (YAML)."""
     output: Path | None = option(None, metavar="FILE", parse=path_or_none, needs=("from_megatron",))
     """With --from-megatron: new file for the configuration; only what it does not hold is printed."""
-    gpus: int | None = option(None, metavar="N", needs=("environment",))
-    """With --environment: ranks of the run (default: one replica's)"""
-    overrides: tuple[str, ...] = overrides(needs=("resolved", "environment"))
+    overrides: tuple[str, ...] = overrides(needs=("resolved",))
 
 
 def train(options: TrainOptions) -> None:
@@ -59,17 +55,14 @@ def train(options: TrainOptions) -> None:
 
 def config(options: ConfigOptions) -> None:
     """Run `config`."""
-    from megatron_fanformer.train.config_reference import environment_lines, field_list, resolved_text
+    from megatron_fanformer.train.config_reference import field_list, resolved_text
 
     if options.from_megatron is not None:
         _from_megatron(options.from_megatron, options.output)
         return
-    shown = "--resolved" if options.resolved else "--environment" if options.environment else None
-    if shown and not options.config:
-        raise InputError(f"{shown} needs --config FILE; name a configuration file")
-    if options.environment and options.config:
-        show(environment_lines(options.config, options.overrides, options.gpus))
-    elif options.config:
+    if options.resolved and not options.config:
+        raise InputError("--resolved needs --config FILE; name a configuration file")
+    if options.config:
         show([resolved_text(options.config, options.overrides)])
     else:
         show([field_list()])
@@ -106,15 +99,16 @@ TRAIN = Verb(
 
 CONFIG = Verb(
     name="config",
-    help="List the configuration's fields; print a resolved configuration, or a run's environment; "
-    "or turn arguments of Megatron-LM into a configuration.",
+    help="List the configuration's fields; print a resolved configuration; or turn arguments of Megatron-LM into one.",
     options=ConfigOptions,
     run="megatron_fanformer.train.verbs:config",
     examples=(
         "config --resolved --config examples/tiny-cpu.yaml",
         "config --output run.yaml --from-megatron\n--num-layers 16 --hidden-size 2048 --model.vocab_size 128256",
     ),
-    removed={"--schema": "config lists every field with its type"},
-    notes="With --resolved, --environment and --from-megatron, fields of the configuration can be set as "
-    "--section.field VALUE.",
+    removed={
+        "--schema": "config lists every field with its type",
+        "--environment": "megatron_fanformer/runtime/environment.py has the variables that a run sets, and why",
+    },
+    notes="With --resolved and --from-megatron, fields of the configuration can be set as --section.field VALUE.",
 )

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from megatron_fanformer.cli import main
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.runtime import environment
 from megatron_fanformer.runtime.environment import ANY_SHAPE, RunShape
@@ -71,9 +70,7 @@ def test_the_users_own_wins_and_is_reported_where_it_differs() -> None:
     env = {CONNECTIONS: "8", "TORCH_NCCL_HIGH_PRIORITY": "1", "OMP_NUM_THREADS": "3"}
     found = environment.prepare(shape(replicas=2, threads=4), env)
     assert (env[CONNECTIONS], env["OMP_NUM_THREADS"]) == ("8", "3")
-    assert environment.kept_line(found) == (
-        f"kept from the environment: {CONNECTIONS} 8 (this run would set 32); `config --environment` has the reasons"
-    )
+    assert environment.kept_line(found) == (f"kept from the environment: {CONNECTIONS} 8 (this run would set 32)")
     assert environment.kept_line(environment.prepare(shape(replicas=2), {})) is None
     env = {ALLOCATOR_OLD: "max_split_size_mb:512"}
     line = environment.kept_line(environment.prepare(shape(), env))
@@ -142,25 +139,3 @@ def test_it_is_set_before_torch_is_imported(verb: str, given: dict[str, str], se
     command = [sys.executable, "-c", AT_TORCH, verb, "--config", str(config)]
     output = subprocess.check_output(command, env={**others, **given}, cwd=ROOT, text=True)
     assert output.splitlines()[-1] == seen
-
-
-def test_the_verb_prints_the_table_of_a_run(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    for name in (environment.SET_HERE, *(setting.variable for setting in environment.SETTINGS)):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(CONNECTIONS, "8")
-    config = write_config(tmp_path / "run.yaml", small_run("tokens", tmp_path / "run", runtime={"device": "auto"}))
-    command = ["config", "--environment", "--config", str(config), "--parallel.tensor_model_parallel_size", "2"]
-    assert main([*command, "--gpus", "8"]) == 0
-    first, _, *rows = capsys.readouterr().out.splitlines()
-    assert first.startswith("8 ranks, 4 replicas of the weights; ")
-    assert [row.split()[0] for row in rows[1 : 1 + len(environment.SETTINGS)]] == [
-        setting.variable for setting in environment.SETTINGS
-    ]
-    by_name = {row.split()[0]: row.split("  ") for row in rows if row}
-    assert [cell.strip() for cell in by_name[CONNECTIONS] if cell][1:3] == ["8", "yours; else 1"]
-    (margin,) = (setting for setting in environment.SETTINGS if setting.variable == MARGINS[0])
-    assert by_name[MARGINS[0]][-1] == margin.reason
-    assert main([*command, "--gpus", "3"]) == 2
-    assert "the world size is 3" in capsys.readouterr().err

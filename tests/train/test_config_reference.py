@@ -74,7 +74,6 @@ def test_the_home_directory_may_stand_in_any_value(tmp_path: Path, monkeypatch: 
         (["--config", "x.yaml"], "--config has no effect without --resolved"),
         (["--model.seq_length", "3"], "--model.seq_length has no effect without --resolved"),
         (["--resolved"], "--resolved needs --config FILE"),
-        (["--resolved", "--environment"], "not allowed with argument"),
     ],
 )
 def test_options_that_do_not_go_together(

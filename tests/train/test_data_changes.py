@@ -62,12 +62,13 @@ def replace_tokens(values: Values) -> None:
     file.write_bytes(content[200:] + content[:200])
 
 
-def test_a_copy_of_the_data_is_the_same_data(half: Values, run_on_ranks: RunOnRanks) -> None:
-    """Which the run has read by their new name."""
+def test_a_copy_of_the_data_is_the_same_data(begun: Values, half: Values, run_on_ranks: RunOnRanks) -> None:
+    """Which the run has read by both names."""
     assert start(half).identity.changes == []
     run_on_ranks(1, train, half)
     (checkpoint,) = describe_run(Path(half["training"]["run_dir"]))["parts"]
-    assert tokens_read(checkpoint) == {half["data"]["train_data"][0]: 6 * STEP_TOKENS}
+    (former,), (present,) = begun["data"]["train_data"], half["data"]["train_data"]
+    assert tokens_read(checkpoint) == {present: 2 * STEP_TOKENS, former: 4 * STEP_TOKENS}
 
 
 def test_a_replaced_file_is_refused_or_its_change_recorded(

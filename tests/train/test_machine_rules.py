@@ -29,19 +29,6 @@ def test_cuda_graphs_need_a_gpu() -> None:
     assert "kernels.cuda_graph_impl is local, but there is no GPU" in problem
 
 
-@pytest.mark.parametrize(
-    ("backend", "value", "count"), [("auto", "1", 0), ("auto", "0", 1), ("fused", "1", 0), ("unfused", "1", 1)]
-)
-def test_the_environment_agrees_on_attention(
-    backend: Any, value: str, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in device.ATTENTION_SWITCHES:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NVTE_FUSED_ATTN", value)
-    problems = kernel_problems(KernelsConfig(attention_backend=backend))
-    assert ["unset it, and choose by that field" in problem for problem in problems] == [True] * count
-
-
 @pytest.mark.parametrize(("transformer_impl", "count"), [("auto", 0), ("local", 1)])
 def test_fused_gradients_are_the_engines_or_apexs(
     transformer_impl: Any, count: int, monkeypatch: pytest.MonkeyPatch
@@ -121,7 +108,6 @@ def test_gloo_sends_nothing_between_gpus(
 
 MODEL = PRESETS["fanformer-1b"]
 NORM_RECOMPUTED = "recompute=selective,recompute_modules=[layernorm]"
-THREE_IN_BF16 = {"first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 3}
 
 
 def fp8(**fields: Any) -> PrecisionConfig:
@@ -152,7 +138,6 @@ def test_a_precision_that_contradicts_itself(fields: dict[str, Any], part: str) 
         ({"seq_length": 24}, "", {}, "a micro batch's number of tokens is 24, but"),
         ({"ffn_hidden_size": 8192 + 128}, "tp=16", {}, "model.ffn_hidden_size / tensor parallel size 16 is 520"),
         ({}, NORM_RECOMPUTED, {"fp8_recipe": "delayed"}, "cannot be recomputed with precision.fp8_recipe delayed"),
-        ({}, "pp=8", THREE_IN_BF16, "num_layers_at_end_in_bf16 is 3, but a pipeline stage has 2 layers"),
     ],
 )
 def test_models_and_layouts(model: dict[str, Any], text: str, precision: dict[str, Any], part: str | None) -> None:
