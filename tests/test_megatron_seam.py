@@ -57,9 +57,6 @@ PRIVATE = {
 REPLACED = {
     "distributed.param_and_grad_buffer.dist_all_gather_func": Seam("a group of one rank copies nothing"),
     "distributed.param_and_grad_buffer.dist_reduce_scatter_func": Seam("the same"),
-    "distributed.param_and_grad_buffer.shard_buffer": Seam(
-        "a simulated rank makes its own shard, not those of a thousand", ("buffer", "data_parallel_world_size")
-    ),
     "optimizer.Adam": Seam("an optimizer of ours takes its place"),
     "optimizer.USING_PYTORCH_OPTIMIZER": Seam("and is called as torch's are"),
     "optimizer.clip_grads.l2_norm_impl": Seam("norms of large gradients are exact on a CPU"),

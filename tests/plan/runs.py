@@ -30,6 +30,7 @@ def run_config(
     dtype: str = "bf16",
     kernels: dict[str, Any] | None = None,
     optimizer: dict[str, Any] | None = None,
+    data: dict[str, Any] | None = None,
     **parallel: Any,
 ) -> RunConfig:
     """A run of the tiny model; `samples` are those of a step."""
@@ -39,7 +40,7 @@ def run_config(
             "parallel": parallel,
             "kernels": {"transformer_impl": "local", **(kernels or {})},
             "precision": {"dtype": dtype},
-            "data": {"train_data": ["none"]},
+            "data": {"train_data": ["none"], **(data or {})},
             "optimizer": optimizer or {},
             "schedule": {"lr_warmup_iters": 1},
             "training": {

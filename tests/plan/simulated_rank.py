@@ -7,6 +7,7 @@ closed list, each with its reason, undone at the end of the block. Checked on me
 
 import dataclasses
 import functools
+import re
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -16,11 +17,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fanformer.data.batches import shared_batches
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.ops.matrices import adds_to_wider
 from megatron_fanformer.plan.communication import communication
+from megatron_fanformer.plan.gradient_buffers import Weight, chunks, weights
 from megatron_fanformer.plan.job import Job
 from megatron_fanformer.plan.live_tensors import MemoryTracker
 from megatron_fanformer.runtime.parallel import RankGrid, rank_grid
@@ -52,9 +55,15 @@ class SimulatedRank(NamedTuple):
     """Bytes between steps: weights, gradients, the optimizer's state, and a micro batch's samples."""
     collectives: list[CollectiveCount]
     """Collectives of the last step."""
+    weights: list[list[Weight]]
+    """By chunk."""
 
     def differing(self) -> set[str]:
         """The groups and kinds of collectives for which the formula has another number or other bytes."""
+        chunks_here = chunks(self.job.model, self.job.parallel, self.stage)
+        assert self.weights == [weights(self.job.model, self.job.parallel, chunk) for chunk in chunks_here]
+        sizes = self.job.group_sizes(self.stage)
+        assert all(line.ranks == sizes[line.group] for line in self.collectives)
         # A stage's ranks follow on one another.
         formula = totals(communication(self.job, self.stage, self.rank % (self.job.world_size // self.job.stages)))
         counted = totals(self.collectives)
@@ -74,6 +83,16 @@ def run_rank(config: RunConfig, *, world_size: int, rank: int, backend: str = "n
         return take_steps(config, dataclasses.replace(gloo_grid, backend=backend), tracker)
 
 
+class Dispatched(TorchDispatchMode):
+    """Counts collectives in another way: as torch dispatches them, which the count does not rely on."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += func.namespace == "c10d" and not func._schema.name.startswith("c10d::recv")
+        return func(*args, **(kwargs or {}))
+
+
 def take_steps(config: RunConfig, grid: RankGrid, tracker: MemoryTracker, seed: int | None = None) -> SimulatedRank:
     """Build this rank's stage as the trainer does, take a step of a few micro batches, and a whole one.
 
@@ -84,8 +103,7 @@ def take_steps(config: RunConfig, grid: RankGrid, tracker: MemoryTracker, seed: 
         seed: of the initial weights; None draws none, where they have no content.
     """
     config, _ = choose_for_machine(config, grid)
-    # Attention is over whole samples: simulated tensors hold no numbers, and so no bounds of documents.
-    job = dataclasses.replace(config.job(grid.data_parallel_size, layers="local", on_cpu=True), has_document_ids=False)
+    job = config.job(grid.data_parallel_size, layers="local", on_cpu=True)
     seed_everything(config.training.seed)
     stages = build_stages(
         config.model,
@@ -100,26 +118,43 @@ def take_steps(config: RunConfig, grid: RankGrid, tracker: MemoryTracker, seed: 
     optimizer = build_optimizer(config.optimizer, wrapped)
     scheduler = build_scheduler(config.schedule, optimizer, config.optimizer, train_iters=config.training.steps)
     batches = shared_batches(
-        functools.partial(repeated_batch, job.micro_batch_size, job.model.seq_length),
+        functools.partial(repeated_batch, job),
         grid.samples_group,
         micro_batch_size=job.micro_batch_size,
         seq_length=job.model.seq_length,
-        is_used=grid.takes_samples(has_document_ids=False),
+        has_document_ids=job.has_document_ids,
+        is_used=grid.takes_samples(has_document_ids=job.has_document_ids),
     )
     tracker.peak_bytes = tracker.held_bytes  # of the steps alone: building makes a weight whole before it is cut
     for number in (min(job.num_micro_batches, job.stages), job.num_micro_batches):
         scheduler.step(1)
-        with count_collectives(grid) as counts:
+        with Dispatched() as dispatched, count_collectives(grid) as counts:
             train_step(wrapped, optimizer, batches, grid, number)
+        assert counts.calls_seen == dispatched.calls
+    held = [held_weights(chunk, config.parallel.sequence_parallel) for chunk in stages]
     stage = grid.groups.pp.rank()
-    return SimulatedRank(grid.rank, stage, job, tracker.peak_bytes, tracker.held_bytes, counts.lines())
+    return SimulatedRank(grid.rank, stage, job, tracker.peak_bytes, tracker.held_bytes, counts.lines(), held)
 
 
-def repeated_batch(*size: int) -> Generator[dict[str, torch.Tensor], None, None]:
+def repeated_batch(job: Job) -> Generator[dict[str, torch.Tensor], None, None]:
+    size = job.micro_batch_size, job.model.seq_length
     while True:
         tokens = torch.zeros(size, dtype=torch.int64)
         positions = torch.arange(size[1]).expand(size)
-        yield {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(size), "position_ids": positions}
+        batch = {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(size), "position_ids": positions}
+        yield {**batch, "document_ids": (positions // 9).int()} if job.has_document_ids else batch
+
+
+def held_weights(chunk: torch.nn.Module, is_sequence_parallel: bool) -> list[Weight]:
+    return [
+        Weight(
+            re.sub(r"^decoder\.layers\.\d+\.", "", name),
+            parameter.numel(),
+            is_sequence_parallel and getattr(parameter, "sequence_parallel", False),
+            getattr(parameter, "shared_embedding", False),
+        )
+        for name, parameter in chunk.named_parameters()
+    ]
 
 
 # -- the world
@@ -146,7 +181,6 @@ class ContentlessTensors(FakeTensorMode):
 @contextmanager
 def fake_world(world_size: int, rank: int) -> Iterator[None]:
     """Make this process that rank: torch.distributed's default group, and tensors without content from here on."""
-    from megatron.core.distributed import param_and_grad_buffer
     from megatron.core.optimizer import clip_grads
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -171,8 +205,6 @@ def fake_world(world_size: int, rank: int) -> Iterator[None]:
             mock.patch.object(torch.UntypedStorage, "copy_", lambda storage, *_: storage),
             # It makes a tensor of a list of norms by reading each, past the fake tensors' answer.
             mock.patch.object(clip_grads, "l2_norm_impl", l2_norm),
-            # It makes the shards of all replicas to take one: at a thousand replicas, most of the time of a simulation.
-            mock.patch.object(param_and_grad_buffer, "shard_buffer", Shards),
             ContentlessTensors(),
         ):
             yield
@@ -187,13 +219,3 @@ def answer_for_all(answers: list[Any], answer: Any, group: Any = None) -> None:
 def l2_norm(_chunk_size: int, _overflow: Any, tensor_lists: Any, _per_tensor: bool) -> tuple[torch.Tensor, None]:
     norms = torch.stack([torch.norm(tensor) for tensors in tensor_lists for tensor in tensors])
     return torch.norm(norms).reshape(1).float(), None
-
-
-class Shards:
-    """The equal shards of a buffer, each made on first use."""
-
-    def __init__(self, buffer: torch.Tensor, number: int) -> None:
-        self._buffer, self._size = buffer, buffer.numel() // number
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self._buffer[index * self._size : (index + 1) * self._size]
