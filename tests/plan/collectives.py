@@ -20,32 +20,19 @@ GROUPS = (
     "tp", "cp", "pp", "dp_cp", "dp", "mp", "embd", "intra_dist_opt", "pos_embd", "tp_cp", "tp_dp_cp", "intra_dp_cp",
     "inter_dist_opt",
 )  # fmt: skip
-# Kind and argument with the message, by the methods that torch.distributed's functions call in torch 2.10 to 2.13
-# (which renamed four of them). Receives are excluded: what is received was sent.
-METHODS: dict[str, tuple[str, int]] = {
-    **dict.fromkeys(("allreduce", "allreduce_coalesced"), ("all-reduce", 0)),
-    **dict.fromkeys(
-        (
-            *("allgather", "allgather_coalesced", "_allgather_base", "all_gather_single"),
-            *("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
-        ),
-        ("all-gather", 0),
-    ),
-    **dict.fromkeys(
-        (
-            *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single"),
-            *("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
-        ),
-        ("reduce-scatter", 1),
-    ),
-    **dict.fromkeys(("alltoall", "alltoall_base", "all_to_all_single"), ("all-to-all", 1)),
-    "broadcast": ("broadcast", 0),
-    "reduce": ("reduce", 0),
-    "gather": ("gather", 0),  # not of a training step, so their bytes are not those of the whole message
-    "scatter": ("scatter", 0),
-    "send": ("send", 0),
-    **dict.fromkeys(("barrier", "monitored_barrier"), ("barrier", 0)),
-}
+# Of a training step's collectives the kind, the argument with the message, and the methods that torch.distributed's
+# functions call in torch 2.10 to 2.13 (which renamed four of them). Receives are excluded: what is received was sent.
+KINDS = (
+    ("all-reduce", 0, "allreduce allreduce_coalesced"),
+    ("all-gather", 0, "allgather allgather_coalesced _allgather_base all_gather_single"),
+    ("all-gather", 0, "allgather_into_tensor_coalesced all_gather_single_coalesced"),
+    ("reduce-scatter", 1, "reduce_scatter _reduce_scatter_base reduce_scatter_single"),
+    ("reduce-scatter", 1, "reduce_scatter_tensor_coalesced reduce_scatter_single_coalesced"),
+    ("all-to-all", 1, "alltoall alltoall_base all_to_all_single"),
+    ("broadcast", 0, "broadcast"),
+    ("send", 0, "send"),
+)
+METHODS = {method: (kind, message) for kind, message, methods in KINDS for method in methods.split()}
 
 
 @dataclass(frozen=True)
@@ -111,7 +98,7 @@ def bytes_of(message: Any) -> int:
 
 def counted(method: Callable[..., Any], kind: str, message: int, counts: CollectiveCounts) -> Callable[..., Any]:
     def count_and_call(self: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        counts.add(self, kind, 0 if kind == "barrier" else bytes_of((*args, *kwargs.values())[message]))
+        counts.add(self, kind, bytes_of((*args, *kwargs.values())[message]))
         return method(self, *args, **kwargs)
 
     return count_and_call

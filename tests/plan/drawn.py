@@ -3,7 +3,6 @@
 import random
 from typing import Any
 
-from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.train.config import RunConfig
 from tests.plan.runs import run_config
 
@@ -19,14 +18,6 @@ def draw(seed: int, number: int, world_size: int) -> RunConfig:
             config.section_problems(leaving=["data"]) or config.joint_problems(config.parallel.data_parallel_size or 1)
         ):
             return config
-
-
-def describe(config: RunConfig) -> str:
-    """What is not the default, for a log."""
-    default = ParallelConfig()
-    parallel = {name: value for name, value in vars(config.parallel).items() if value != getattr(default, name)}
-    model = {name: getattr(config.model, name) for name in ("num_layers", "num_query_groups", "qk_layernorm", "fan")}
-    return f"{parallel} {model} {config.precision.dtype}, {config.training.global_batch_size} samples"
 
 
 def _candidate(generator: random.Random, world_size: int) -> RunConfig:
