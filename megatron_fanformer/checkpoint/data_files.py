@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -62,17 +62,14 @@ def _refuse_compressed(file: Any) -> None:
         file.seek(0)  # `is_zipfile` moved it
 
 
-def check_archive(path: Path, name: str, stream: Any) -> None:
-    """Check the CRC-32 of each record of an archive, which is a zip file.
-
-    Args:
-        path, name: the file and its content, for errors.
+def check_archive(path: Path, name: str, file: Any) -> None:
+    """Check the CRC-32 of each record of an archive, which is a zip file; errors name `path`, and `name` in it.
 
     Raises:
         CorruptError: the archive is not complete, or a record has changed since it was written.
     """
     try:
-        with zipfile.ZipFile(stream) as archive:
+        with zipfile.ZipFile(file) as archive:
             damaged = archive.testzip()
     except (zipfile.BadZipFile, EOFError, NotImplementedError, ValueError) as error:
         raise CorruptError(f"{path} is damaged in {name} ({error}); copy it again, or use another") from error
@@ -93,11 +90,7 @@ def read_entry(path: Path, offset: int, length: int) -> Any:
 
 
 def read_part(path: Path, offset: int, length: int) -> io.BytesIO:
-    """Return a range of bytes of a file, as a file.
-
-    Raises:
-        CorruptError: the file ends before it.
-    """
+    """Return a range of bytes of a file, as a file; CorruptError if the file ends before it."""
     with regular_file(path).open("rb") as stream:
         stream.seek(offset)
         content = stream.read(length)
@@ -122,23 +115,23 @@ def reporting_damage(
         whole: the remedy where it is damaged.
         also: further exceptions that damage raises.
     """
-
-    def first_line(error: BaseException) -> str:
-        return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
     try:
         yield
     except (FanformerError, torch.OutOfMemoryError, dist.DistError):  # not the file's fault
         raise
     except pickle.UnpicklingError as error:
         refused = re.search(r"GLOBAL ([\w.]+)|(Unsupported [\w ]+)", str(error))  # in torch's page-long message
-        name = (refused[1] or refused[2]) if refused else first_line(error)
+        name = (refused[1] or refused[2]) if refused else _first_line(error)
         raise CorruptError(f"{source} holds more than data ({name}), which loading might execute; {trusted}") from error
     except OSError as error:
-        raise CorruptError(f"{source} cannot be read: {first_line(error)}; {whole}") from error
+        raise CorruptError(f"{source} cannot be read: {_first_line(error)}; {whole}") from error
     except (*_DAMAGE, *also) as error:
         readers = ", ".join(f"{name} {versions()[name]}" for name in ("torch", "megatron-core"))
-        raise UnreadableError(f"{source} cannot be read: {first_line(error)} ({readers}); {whole}") from error
+        raise UnreadableError(f"{source} cannot be read: {_first_line(error)} ({readers}); {whole}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 # -- objects of other programs
@@ -147,8 +140,6 @@ def reporting_damage(
 class Record:
     """An object of a pickle. Calls in the pickle make further records, and execute nothing."""
 
-    class_name: ClassVar[str]
-    """The class's name with its module."""
     state: Any = None
     """The object's attributes, usually by name."""
 
@@ -161,9 +152,6 @@ class Record:
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
-
-    def __repr__(self) -> str:
-        return f"<{self.class_name}>"
 
     def append(self, _item: Any) -> None:
         """Drop an item of a subclass of list."""
@@ -193,14 +181,10 @@ def read_records(file: Any) -> Any:
     Raises:
         ValueError: it is not a torch archive, or is damaged.
     """
-
-    def find(module: str, name: str) -> type[Record]:
-        return type("Record", (Record,), {"class_name": f"{module}.{name}"})
-
     try:
         _refuse_compressed(file)
         with zipfile.ZipFile(file) as archive:
             (name,) = [name for name in archive.namelist() if name.rpartition("/")[2] == PICKLE]
-            return RestrictedUnpickler(io.BytesIO(archive.read(name)), find).load()
+            return RestrictedUnpickler(io.BytesIO(archive.read(name)), lambda _module, _name: Record).load()
     except Exception as error:  # a damaged archive, and a damaged pickle, raise anything
         raise ValueError(f"it is damaged, or no archive of torch's ({error})") from error

@@ -7,7 +7,7 @@ It does not protect against somebody who changes the manifest, too. torch is not
 import functools
 import json
 import platform
-from collections.abc import Callable, Container
+from collections.abc import Container
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
@@ -24,35 +24,21 @@ WEIGHTS_SUFFIX = ".distcp"
 _RANK_SUMS = ".sums-{}.json"
 REMEDY = "copy it again, or use another checkpoint"
 PACKAGES = ("torch", "megatron-core", "transformers", "safetensors", "numpy")
-VERSIONS = "versions.json"  # checkpoints from before 2026-11-23 have none
+VERSIONS = "versions.json"
 
 
-class FileSums(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class FileSums(msgspec.Struct, frozen=True):
     """The size and sum of one file."""
 
     bytes: int
-    sha256: str = ""
-    crc32: list[str] = []
-    """Written instead of the SHA-256 until 2026-11-27; no longer compared, since tensors have a CRC-32 of their own."""
+    sha256: str
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The step of a checkpoint, and the size and sum of each of its files."""
+class Manifest(msgspec.Struct, frozen=True):
+    """The step of a checkpoint, and the size and sum of each of its files but the manifest, by name."""
 
     step: int
     files: dict[str, FileSums]
-    """All files of the folder but the manifest, by name."""
-    block_bytes: int = 0
-    crc32: str = ""
-    """Both written until 2026-11-27; unused."""
-
-    @property
-    def has_sums(self) -> bool:
-        """Return True if every file has a SHA-256."""
-        return all(file.sha256 for file in self.files.values())
-
-
-# -- writing
 
 
 def write_rank_sums(folder: Path, rank: int) -> None:
@@ -83,31 +69,22 @@ def write_versions(folder: Path) -> None:
     (folder / VERSIONS).write_text(json.dumps(versions(), indent=1) + "\n")
 
 
+@functools.cache  # a query of a package takes ten milliseconds
 def versions() -> dict[str, str]:
     """Return the versions of Python, of this package and of the packages that it writes files with, by name."""
     ours = {"python": platform.python_version(), "megatron-fanformer": __version__}
-    return {**ours, **{package: _installed(package) for package in PACKAGES}}
+    return {**ours, **{package: metadata.version(package) for package in PACKAGES}}
 
 
-@functools.cache  # a query takes ten milliseconds
-def _installed(package: str) -> str:
-    return metadata.version(package)
-
-
-# -- reading
-
-
-def read_manifest(checkpoint: Path) -> Manifest | None:
-    """Return the manifest of a checkpoint; None where it has none, as the earliest ones.
+def read_manifest(checkpoint: Path) -> Manifest:
+    """Return the manifest of a checkpoint.
 
     Raises:
-        CorruptError: it cannot be read.
+        CorruptError: it is missing, or cannot be read.
     """
     path = checkpoint / MANIFEST
     try:
         content = regular_file(path).read_bytes()
-    except FileNotFoundError:
-        return None
     except OSError as error:
         raise CorruptError(f"{path} cannot be read ({error}); {REMEDY}") from error
     return manifest_from(content, path)
@@ -130,48 +107,34 @@ def manifest_from(content: bytes, path: Path) -> Manifest:
 
 
 def check_files(
-    checkpoint: Path,
-    manifest: Manifest,
-    names: Container[str] | None = None,
-    *,
-    share: int = 0,
-    shares: int = 1,
-    advance: Callable[[int], None] = lambda _bytes: None,
+    checkpoint: Path, manifest: Manifest, names: Container[str] | None = None, *, share: int = 0, shares: int = 1
 ) -> None:
     """Compare the files of a checkpoint with its manifest.
 
     Args:
         names: of the files; None: all.
         share, shares: check one of this many shares of the files.
-        advance: is called with the bytes of each checked file.
 
     Raises:
         CorruptError: a file is missing, has another size, or has changed; names it.
     """
     files = [(checkpoint / name, file) for name, file in manifest.files.items() if names is None or name in names]
     with ThreadPoolExecutor(THREADS) as threads:
-        for length in threads.map(lambda file: _check_file(*file), files[share::shares]):
-            advance(length)
+        list(threads.map(lambda file: _check_file(*file), files[share::shares]))
 
 
 def check_small_files(checkpoint: Path) -> None:
-    """Compare all files but the tensors' with the manifest, if there is one.
-
-    Raises:
-        CorruptError: the manifest cannot be read, or a file is missing or has changed.
-    """
-    if (manifest := read_manifest(checkpoint)) is not None:
-        check_files(checkpoint, manifest, [name for name in manifest.files if not name.endswith(WEIGHTS_SUFFIX)])
+    """Compare all files but the tensors' with the manifest; raises like `check_files`."""
+    manifest = read_manifest(checkpoint)
+    check_files(checkpoint, manifest, [name for name in manifest.files if not name.endswith(WEIGHTS_SUFFIX)])
 
 
-def _check_file(path: Path, file: FileSums) -> int:
-    """Compare a file with its size and sum; return its bytes."""
+def _check_file(path: Path, file: FileSums) -> None:
     try:
         size = regular_file(path).stat().st_size
         if size != file.bytes:
             raise CorruptError(f"{path} has {size} bytes, its manifest says {file.bytes}; {REMEDY}")
-        if file.sha256 and sha256_of(path) != file.sha256:
+        if sha256_of(path) != file.sha256:
             raise CorruptError(f"{path} is damaged (its SHA-256 is not its manifest's); {REMEDY}")
     except OSError as error:
         raise CorruptError(f"{path} cannot be read ({error.strerror}); {REMEDY}") from error
-    return size

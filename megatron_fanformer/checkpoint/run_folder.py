@@ -29,7 +29,7 @@ from typing import Any
 
 import yaml
 
-from megatron_fanformer.checkpoint.manifest import check_small_files, write_manifest, write_versions
+from megatron_fanformer.checkpoint.manifest import MANIFEST, check_small_files, write_manifest, write_versions
 from megatron_fanformer.configuration import moved_names, read_plain_values
 from megatron_fanformer.data.tokenizer import TOKENIZER_JSON, TOKENIZER_MODEL
 from megatron_fanformer.durable_files import publish, regular_file, write_atomically
@@ -289,8 +289,8 @@ def _named_by(pointer: Path) -> Path:
 
 
 def check_complete(checkpoint: Path) -> None:
-    """Raise CorruptError for a checkpoint without its configuration or megatron-core's metadata."""
-    for name in (CONFIG, MEGATRON_METADATA):
+    """Raise CorruptError for a checkpoint without its configuration, its manifest or megatron-core's metadata."""
+    for name in (CONFIG, MEGATRON_METADATA, MANIFEST):
         if not (checkpoint / name).is_file():
             raise CorruptError(f"{checkpoint} is not complete: {name} is missing; copy it again, or use another")
 

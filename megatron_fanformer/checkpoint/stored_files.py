@@ -3,7 +3,7 @@
     .metadata        the table: the files and ranges of bytes in which the parts of each tensor are stored
     *.distcp         the parts of tensors, each a torch archive
     common.pt        values that are the same on all ranks; from megatron-core 0.19 on they are among the tensors
-    manifest.json    the sum of every file (manifest.py); in older checkpoints only the archives have sums, by CRC-32
+    manifest.json    the sum of every file (manifest.py)
 
 torch and megatron-core would unpickle the table, which may execute code: megatron_versions.py hands them the table that
 was read here. Reading needs only torch.
@@ -12,7 +12,6 @@ was read here. Reading needs only torch.
 import dataclasses
 import enum
 import importlib
-import logging
 import pickle
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
@@ -33,7 +32,7 @@ from megatron_fanformer.checkpoint.data_files import (
     read_part,
     reporting_damage,
 )
-from megatron_fanformer.checkpoint.manifest import MANIFEST, check_files, read_manifest
+from megatron_fanformer.checkpoint.manifest import check_files, read_manifest
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import CorruptError
 
@@ -43,8 +42,6 @@ FORMAT = "torch_dist"  # of megatron-core, which has others
 METADATA = ".metadata"
 STATE_PREFIX = "optimizer.state."  # of the optimizer's tensors, before their weights' names
 MAIN_WEIGHT = f"{STATE_PREFIX}param."
-EARLIER_MAIN_WEIGHT = f"{STATE_PREFIX}fp32_param."
-"""Prefix of main weights in checkpoints of megatron-core's plain optimizer for bf16."""
 Table: TypeAlias = Metadata
 
 # Modules whose plain records (data classes, enumerations) a table may hold. The last is megatron-core's.
@@ -63,9 +60,6 @@ VALUES = {
 }
 MOVED = {"pathlib._local": "pathlib"}
 """Modules that Python 3.13 pickles under another name: torch's writer of whole tensors puts a path in a table."""
-
-logger = logging.getLogger(__name__)
-
 
 # -- the table
 
@@ -164,7 +158,7 @@ def tensors_of(table: Table) -> dict[str, TensorStorageMetadata]:
 
 def main_weight_name(weight: str, stored: Collection[str]) -> str:
     """Return the name under which a weight's float32 values are stored: its main weight's if there is one."""
-    return next((name for name in (MAIN_WEIGHT + weight, EARLIER_MAIN_WEIGHT + weight) if name in stored), weight)
+    return MAIN_WEIGHT + weight if MAIN_WEIGHT + weight in stored else weight
 
 
 # -- verification
@@ -186,51 +180,20 @@ def read_checked(checkpoint: Path, *, share: int = 0, shares: int = 1) -> Table:
     return table
 
 
-def check_stored(
-    checkpoint: Path, *, share: int = 0, shares: int = 1, advance: Callable[[int], None] = lambda _bytes: None
-) -> None:
-    """Check the sums of a checkpoint's files, and that its step is the one in its name.
-
-    Args:
-        share, shares: as for `read_checked`.
-        advance: is called with the bytes of each checked piece.
+def check_stored(checkpoint: Path, *, share: int = 0, shares: int = 1) -> None:
+    """Check the sums of a checkpoint's files, and that its step is the one in its name; shares as for `read_checked`.
 
     Raises:
         CorruptError: a file is missing or damaged; names it.
     """
     manifest = read_manifest(checkpoint)
-    if manifest is not None:
-        if run_folder.step_of(checkpoint) not in (None, manifest.step):
-            raise CorruptError(f"{checkpoint} is of step {manifest.step}, another than its name says; rename it")
-        check_files(checkpoint, manifest, share=share, shares=shares, advance=advance)
-    if manifest is not None and manifest.has_sums:
-        return
-    table = read_table(checkpoint)
-    if share == 0:
-        logger.warning(
-            "%s has no SHA-256 of its files (%s), as later versions write: its tensors are checked by their own CRC-32",
-            checkpoint,
-            MANIFEST,
-        )
-        if common_state(table) is None:
-            with reporting_damage(checkpoint / COMMON), regular_file(checkpoint / COMMON).open("rb") as stream:
-                check_archive(checkpoint / COMMON, "its plain values", stream)
-    check_parts(checkpoint, stored_parts(table)[share::shares], advance)
+    if run_folder.step_of(checkpoint) not in (None, manifest.step):
+        raise CorruptError(f"{checkpoint} is of step {manifest.step}, another than its name says; rename it")
+    check_files(checkpoint, manifest, share=share, shares=shares)
 
 
-def bytes_stored(checkpoint: Path) -> int:
-    """Return the bytes that `check_stored` will advance by."""
-    manifest = read_manifest(checkpoint)
-    total = 0 if manifest is None else sum(file.bytes for file in manifest.files.values())
-    if manifest is None or not manifest.has_sums:
-        total += sum(part.length for part in stored_parts(read_table(checkpoint)))
-    return total
-
-
-def check_parts(
-    checkpoint: Path, parts: Iterable[Stored], advance: Callable[[int], None] = lambda _bytes: None
-) -> None:
-    """Check parts of tensors and objects by their own CRC-32.
+def check_parts(checkpoint: Path, parts: Iterable[Stored]) -> None:
+    """Check parts of tensors and objects by their own CRC-32, where there is no manifest.
 
     Raises:
         CorruptError: one is missing or damaged; names its file.
@@ -239,7 +202,6 @@ def check_parts(
         path = checkpoint / part.file
         with reporting_damage(path):
             check_archive(path, part.name, read_part(path, part.offset, part.length))
-        advance(part.length)
 
 
 def check_format(checkpoint: Path) -> None:
@@ -281,10 +243,9 @@ class SavedProgress(NamedTuple):
     step: int
     consumed_samples: int
     data: Any = None
-    """The data that it has been trained on (data/fingerprint.py), as plain values; None in checkpoints of earlier
-    versions."""
+    """The data that it has been trained on (data/fingerprint.py), as plain values."""
     sources: dict[str, dict[str, float]] | None = None
-    """`tokens` and `epochs` of each source that were trained on, by name; None as above."""
+    """`tokens` and `epochs` of each source that were trained on, by name."""
 
 
 def saved_progress(checkpoint: Path, table: Table) -> SavedProgress | None:

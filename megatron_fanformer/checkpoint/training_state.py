@@ -1,7 +1,7 @@
 """A run's state as a sharded state dict, to save and to load: weights, optimizer, progress.
 
 Weights and optimizer state have global names, so every layout loads any other's. There are no random states: training
-draws nothing, and the order of samples follows from the seed. (Checkpoints until 2026-11-28 hold them, unused.)
+draws nothing, and the order of samples follows from the seed.
 """
 
 from collections.abc import Collection, Iterator
@@ -76,8 +76,7 @@ def load_training_state(
     loaded_optimizer = megatron_versions.load({"optimizer_tensors": tensors}, checkpoint, table, group)
     with reporting_damage(checkpoint):
         optimizer_state.set_tensors(local, loaded_optimizer["optimizer_tensors"])
-        groups = optimizer_state.stored_groups(loaded_optimizer["optimizer"])
-        optimizer_state.set_groups(optimizer, groups, resumed_entries)
+        optimizer_state.set_groups(optimizer, loaded_optimizer["optimizer"]["param_groups"], resumed_entries)
         progress: dict[str, Any] = loaded["progress"]
     return progress
 

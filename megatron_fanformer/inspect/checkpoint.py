@@ -1,74 +1,45 @@
-"""Describe and verify runs, checkpoints and exports, and draw a run's metrics.
-
-No weights are read to describe, and there is no process group. The conversion of a checkpoint of Megatron-LM says in
-full what it holds.
-"""
+"""Describe and verify runs, checkpoints and exports; no weights are read to describe, and there is no process group."""
 
 import dataclasses
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.data_files import check_archive
 from megatron_fanformer.checkpoint.full_tensors import OPTIMIZER_PREFIX
 from megatron_fanformer.checkpoint.manifest import check_small_files, read_manifest
-from megatron_fanformer.checkpoint.remote import on_this_machine
 from megatron_fanformer.checkpoint.run_lock import holder_of
 from megatron_fanformer.checkpoint.stored_files import (
     METADATA,
-    bytes_stored,
-    check_parts,
     check_plain_values,
     check_stored,
     read_table,
     saved_progress,
-    stored_parts,
     tensors_of,
 )
 from megatron_fanformer.convert.huggingface import open_huggingface
 from megatron_fanformer.convert.name_table import Format, expected_shapes
-from megatron_fanformer.convert.recognition import Target, checkpoint_of, recognise
+from megatron_fanformer.convert.recognition import Target
 from megatron_fanformer.convert.reference import open_reference
 from megatron_fanformer.convert.weight_files import weight_files
 from megatron_fanformer.data.chat_template import own_template
 from megatron_fanformer.data.fingerprint import fingerprint_from_plain
-from megatron_fanformer.durable_files import write_atomically
-from megatron_fanformer.errors import CorruptError, InputError
-from megatron_fanformer.inspect.dataset import reading
+from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.model.config import FANformerConfig
-from megatron_fanformer.options import PROGRAM
-from megatron_fanformer.pictures import draw_heat_map, drawn
 from megatron_fanformer.terminal import plural, size
-from megatron_fanformer.train.metrics import (
-    PERPLEXITY_LOSS_SUFFIX,
-    SMOOTHED_SHARE,
-    VALIDATION_PREFIX,
-    last_metrics,
-    loss_picture,
-    points_of,
-    read_metrics,
-)
+from megatron_fanformer.train.metrics import PERPLEXITY_LOSS_SUFFIX, SMOOTHED_SHARE, VALIDATION_PREFIX
 from megatron_fanformer.train.recovery import read_events
 
 Report = dict[str, Any]
 PICKLE_SUFFIXES = (".pt", ".bin")
 """Weight files that are torch archives, whose records have a CRC-32; safetensors have none."""
 FEWEST_AVERAGED = 10  # steps, where there are so many; else a twentieth of them
-PHASE_PANELS = {
-    "health/phase_rms": "root mean square of the phase",
-    "health/phase_max": "largest |phase|",
-    "health/dead_units": "share of periodic units that are dead",
-    "health/coarse_units": "share with phases that bf16 does not resolve",
-    "health/periodic_weight_norm": "norm of W_p",
-    "health/linear_weight_norm": "norm of W_g",
-}
-MOST_TICKS = 8
 
 
 def describe_run(run: Path) -> Report:
@@ -83,7 +54,6 @@ def describe_run(run: Path) -> Report:
         "path": str(run),
         "progress": read_progress(run),
         "checkpoints": [checkpoint.name for checkpoint in run_folder.complete_checkpoints(run)],
-        "last_metrics": last_numbers(run),
         **({"parts": [describe_checkpoint(latest)]} if latest else {}),
     }
 
@@ -143,15 +113,6 @@ def text_facts(folder: Path) -> dict[str, Any]:
     }
 
 
-def last_numbers(run: Path) -> dict[str, Any] | None:
-    """Return the numbers in the metrics of a run's last step; None where there are none, or they cannot be read."""
-    try:
-        metrics = last_metrics(run)
-    except OSError:
-        return None
-    return metrics and {name: value for name, value in metrics.items() if isinstance(value, int | float)}
-
-
 # -- whether it is whole
 
 
@@ -163,10 +124,8 @@ def check_checkpoint(checkpoint: Path) -> str:
     Raises:
         CorruptError: something is missing or damaged; names the file, and what.
     """
-    with reading(bytes_stored(checkpoint)) as advance:
-        check_stored(checkpoint, advance=advance)
-    table = read_table(checkpoint)
-    tensors, config = tensors_of(table), run_folder.saved_model(checkpoint)
+    check_stored(checkpoint)
+    tensors, config = tensors_of(read_table(checkpoint)), run_folder.saved_model(checkpoint)
     for name, shape in expected_shapes(config, "megatron").items():
         stored = tuple(tensors[name].size) if name in tensors else None
         if stored != shape:
@@ -177,46 +136,9 @@ def check_checkpoint(checkpoint: Path) -> str:
     for name, tensor in tensors.items():
         if sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel():
             raise CorruptError(f"{checkpoint / METADATA} does not hold all of {name}; use another checkpoint")
-    manifest = read_manifest(checkpoint)
-    if manifest is not None and manifest.has_sums:
-        what = f"SHA-256 of {plural(len(manifest.files), 'file')}"
-    else:
-        what = f"CRC-32 of {plural(len(list(stored_parts(table))), 'stored part')}"
-    return f"{checkpoint.name}: {what}, {size(bytes_stored(checkpoint))}; every tensor is complete"
-
-
-# -- Megatron-LM's
-
-
-def describe_megatron_lm(target: Target) -> Report:
-    """Describe the checkpoint that is meant, and how many tensors it has.
-
-    Raises:
-        InputError: it is in a format that is not read.
-        CorruptError: its table cannot be read.
-    """
-    folder = checkpoint_of(target)
-    table = read_table(folder)
-    return {
-        "kind": target.kind,
-        "path": str(folder),
-        "tensors": len(tensors_of(table)),
-        "bytes": sum(part.length for part in stored_parts(table)),
-        "to_use_it": f"{PROGRAM} convert {folder} DESTINATION --to megatron",
-    }
-
-
-def check_megatron_lm(target: Target) -> str:
-    """Check every stored tensor and object by its own CRC-32; returns what was checked.
-
-    Raises:
-        CorruptError: one is missing or damaged; names its file.
-    """
-    folder = checkpoint_of(target)
-    parts = list(stored_parts(read_table(folder)))
-    with reading(sum(part.length for part in parts)) as advance:
-        check_parts(folder, parts, advance)
-    return f"CRC-32 of {plural(len(parts), 'stored part')}"
+    files = read_manifest(checkpoint).files.values()
+    total = size(sum(file.bytes for file in files))
+    return f"{checkpoint.name}: SHA-256 of {plural(len(files), 'file')}, {total}; every tensor is complete"
 
 
 # -- exports
@@ -266,11 +188,8 @@ def check_export(target: Target) -> str:
                 f" {expected.get(name) or 'none'}; copy it again"
             )
     archives = [file for file in weight_files(target.path) if file.suffix in PICKLE_SUFFIXES]
-    with reading(sum(file.stat().st_size for file in archives)) as advance:
-        for file in archives:
-            with file.open("rb") as stream:
-                check_archive(file, "its weights", stream)
-            advance(file.stat().st_size)
+    for file in archives:
+        check_archive(file, "its weights", file)
     sums = "the CRC-32 of their bytes" if archives else "safetensors have no checksum of their bytes"
     return f"{plural(len(expected), 'tensor')} by name, shape and place; {sums}"
 
@@ -278,41 +197,32 @@ def check_export(target: Target) -> str:
 # -- how far a run has come
 
 
-def read_progress(run: Path) -> dict[str, Any]:
+def read_progress(run: Path) -> Report:
     """Return how far a run has come, by what can be read of its folder.
 
-    `saved` is the step that `train` goes on from (0: the beginning); `smoothed_loss`, `tokens_per_second` and
-    `step_seconds` are the mean and the medians of the last `window` steps; `seconds_left` is at that pace, without
-    evaluating and saving, and None unless the run goes on; `events` are those of recovery.jsonl, with their steps.
+    `saved` is the step that `train` goes on from (0: the beginning); `loss` and `step_seconds` are the mean and the
+    median of the last twentieth of the steps; `seconds_left` is at that pace, without evaluating and saving, and None
+    unless the run goes on; `events` are the numbers of those in recovery.jsonl.
     """
-    holder, saved, steps = holder_of(run), _saved_step(run), _planned(run)
+    holder, saved, steps = holder_of(run), _saved_step(run), None
+    with suppress(CorruptError):
+        steps = run_folder.read_mapping(run / run_folder.CONFIG).get("training", {}).get("train_iters")
     losses: list[float] = []
-    speeds: list[tuple[float, float]] = []
-    validation: dict[str, dict[int, float]] = {}
+    seconds: list[float] = []
+    validation: dict[str, float] = {}
     step, tokens = saved, None
     with suppress(FileNotFoundError), (run / run_folder.METRICS).open("rb") as stream:  # one line in memory at a time
-        entries = (run_folder.metrics_entry(line) for line in stream if line.endswith(b"\n"))
-        for entry in (entry for entry in entries if entry is not None):
+        for entry in filter(None, map(run_folder.metrics_entry, stream)):
             step, tokens = max(step, entry["step"]), entry.get("tokens", tokens)
             losses += [entry["loss"]] if entry.get("loss") is not None else []
-            if "tokens_per_second" in entry and "step_seconds" in entry:
-                speeds.append((entry["tokens_per_second"], entry["step_seconds"]))
-            for name, value in _evaluated(entry):
-                validation.setdefault(name, {})[entry["step"]] = value
-    window = min(len(losses), max(FEWEST_AVERAGED, len(losses) // SMOOTHED_SHARE))
-    tokens_per_second, step_seconds = (
-        map(statistics.median, zip(*speeds[-max(1, window) :], strict=True)) if speeds else (None, None)
-    )
-    events: dict[str, list[int]] = {}
-    for event in read_events(run):
-        of_kind = events.setdefault(event["event"], [])
-        if event["step"] not in of_kind:  # a run that went back skips a step again
-            of_kind.append(event["step"])
-    is_running = holder is not None
+            seconds += [entry["step_seconds"]] if "step_seconds" in entry else []
+            validation |= _evaluated(entry)
+    window = max(FEWEST_AVERAGED, len(losses) // SMOOTHED_SHARE)
+    step_seconds = statistics.median(seconds[-window:]) if seconds else None
     if holder is not None:
         state = f"runs on {holder.host} (process {holder.pid}) since {holder.since}"
-    elif steps is None or saved >= steps:
-        state = "complete" if steps is not None else "nothing runs"
+    elif steps is not None and saved >= steps:
+        state = "complete"
     else:
         state = f"nothing runs: train goes on from {f'step {saved:,}' if saved else 'the beginning'}"
     return {
@@ -321,25 +231,12 @@ def read_progress(run: Path) -> dict[str, Any]:
         "state": state,
         "saved": saved,
         "tokens": tokens,
-        "first_loss": losses[0] if losses else None,
-        "last_loss": losses[-1] if losses else None,
-        "smoothed_loss": statistics.fmean(losses[-window:]) if losses else None,
-        "window": window,
+        "loss": statistics.fmean(losses[-window:]) if losses else None,
         "validation": validation,
-        "tokens_per_second": tokens_per_second,
         "step_seconds": step_seconds,
-        "seconds_left": step_seconds * max(0, steps - step) if is_running and step_seconds and steps else None,
-        "running": state if is_running else None,
-        "events": events,
-        "profiles": len([*(run / run_folder.TRACES).glob("step-*")]),
+        "seconds_left": step_seconds * max(0, steps - step) if holder and step_seconds and steps else None,
+        "events": dict(Counter(event["event"] for event in read_events(run))),
     }
-
-
-def _planned(run: Path) -> int | None:
-    with suppress(CorruptError):
-        steps: int | None = run_folder.read_mapping(run / run_folder.CONFIG).get("training", {}).get("train_iters")
-        return steps
-    return None
 
 
 def _saved_step(run: Path) -> int:
@@ -355,66 +252,10 @@ def _saved_step(run: Path) -> int:
     return 0
 
 
-def _evaluated(entry: dict[str, Any]) -> Iterator[tuple[str, float]]:
+def _evaluated(entry: Report) -> Iterator[tuple[str, float]]:
     """Yield the losses that a step has evaluated, by the names of their sets."""
     for name, value in entry.items():
-        if name.startswith(VALIDATION_PREFIX) and value is not None:
+        if name.startswith(VALIDATION_PREFIX):
             yield name.removeprefix(VALIDATION_PREFIX), value
-        elif name.startswith("eval/") and name.endswith(PERPLEXITY_LOSS_SUFFIX) and value is not None:
+        elif name.startswith("eval/") and name.endswith(PERPLEXITY_LOSS_SUFFIX):
             yield name.removeprefix("eval/").removesuffix(PERPLEXITY_LOSS_SUFFIX), value
-
-
-# -- pictures
-
-
-def draw_metrics(path: str, *, losses: Path | None = None, phases: Path | None = None) -> str:
-    """Draw the losses of a run, or its phase health, into a PNG; returns a line for the user.
-
-    Raises:
-        InputError: the path is not a run's folder, has no such metrics, or the picture cannot be written.
-    """
-    name, picture = ("phases", phases) if losses is None else ("picture", losses)
-    assert picture is not None
-    target = recognise(on_this_machine(path))
-    if target.kind != "run":
-        raise InputError(f"--{name} draws the metrics of a run, but {path} is not a run's folder; name that")
-    file = target.path / run_folder.METRICS
-    metrics = read_metrics(target.path) if file.is_file() else []
-    if losses is None:
-        content = phase_picture(metrics, title=f"{target.path}: phases of the FAN map")
-        missing = (
-            "phase health: the run has not reached a step that logging.phase_interval divides, or its model has no"
-            " phases"
-        )
-    else:
-        content = loss_picture(metrics, title=str(target.path)) if points_of(metrics, "loss") else None
-        missing = "loss: the run has not taken a step; draw it later"
-    if content is None:
-        raise InputError(f"{file} has no {missing}")
-    try:
-        write_atomically(picture, content)
-    except OSError as error:
-        raise InputError(f"--{name} {picture} cannot be written ({error.strerror}); name another file") from error
-    return f"{picture}: the {'losses' if name == 'picture' else name} of {path}"
-
-
-def phase_picture(metrics: Sequence[dict[str, Any]], *, title: str) -> bytes | None:
-    """Return a PNG of phase health: a column for each step that has it, a row for each layer; None if no step has it.
-
-    Shares always go from 0 to 1, so that pictures of two runs can be compared.
-    """
-    looks = [entry for entry in metrics if all(isinstance(entry.get(name), list) for name in PHASE_PANELS)]
-    if not looks:
-        return None
-
-    def draw(panels: Any) -> None:
-        ticks = range(0, len(looks), -(-len(looks) // MOST_TICKS))
-        for axes, (name, title) in zip(panels.flat, PHASE_PANELS.items(), strict=True):
-            limits: dict[str, Any] = {"vmin": 0.0, "vmax": 1.0} if title.startswith("share") else {}
-            values = np.array([look[name] for look in looks], dtype=float).T
-            draw_heat_map(axes, values, aspect="auto", interpolation="nearest", **limits)
-            axes.set_xticks(list(ticks), [f"{looks[tick]['step']:,}" for tick in ticks])
-            axes.yaxis.get_major_locator().set_params(integer=True)
-            axes.set(xlabel="step", ylabel="layer", title=title)
-
-    return drawn(draw, rows=3, columns=2, size=(5.5, 3), title=title)

@@ -1,15 +1,12 @@
 """Describe and verify token files, by their manifest if there is one, and by the files; torch is not imported."""
 
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from megatron_fanformer.convert.recognition import Target
-from megatron_fanformer.data.blends import parse_blend
 from megatron_fanformer.data.chats import MASK_SUFFIX, is_row_folder, open_chats
 from megatron_fanformer.data.ledger import open_ledger
 from megatron_fanformer.data.manifest import (
@@ -25,31 +22,17 @@ from megatron_fanformer.durable_files import sha256_of_pieces
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.processes import usable_cores
 from megatron_fanformer.runtime.device import cache_of
-from megatron_fanformer.stores import is_url
+from megatron_fanformer.stores import is_url, pieces
 from megatron_fanformer.terminal import plural, size
 
-BLOCK_BYTES = 1 << 22
 THREADS = 8  # more only make the disk seek
 NPY_DTYPE: NpyType = "uint16"  # of the paper's files, which do not state it
 
 Report = dict[str, Any]
 
 
-@contextmanager
-def reading(total: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on a terminal while the block reads `total` bytes; yields a function to call with each count read."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-    console = Console(stderr=True, markup=False)
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda count: bar.advance(task, count)
-
-
 def describe_data(target: Target) -> Report:
-    """Describe token files: one prefix, or all that a blend or a folder names.
+    """Describe token files: one prefix, or all in a folder.
 
     Raises:
         InputError: files that are missing.
@@ -59,22 +42,13 @@ def describe_data(target: Target) -> Report:
     if target.kind == "token files":
         return parts[0]
     documents = [part["documents"] for part in parts]
-    report: Report = {
+    return {
         "kind": target.kind,
         "path": str(target.path),
         "documents": None if None in documents else sum(documents),
         "tokens": sum(part["tokens"] for part in parts),
+        "parts": parts,
     }
-    if target.kind == "blend":
-        blend = parse_blend([f"@{target.path}"])
-        if blend.weights is None:
-            report["sources"] = [{"source": path} for source in blend.sources for path in source.paths]
-        else:
-            report["sources"] = [
-                {"weight": weight, "source": ", ".join(source.paths)}
-                for weight, source in zip(blend.weights, blend.sources, strict=True)
-            ]
-    return {**report, "parts": parts}
 
 
 def describe_prefix(prefix: str) -> Report:
@@ -165,26 +139,19 @@ def check_data(target: Target) -> str:
         refused = sum(manifest.refused.values()) if manifest.settings.chat is not None else 0
         outputs += [(folder + slash, output, refused) for output in manifest.outputs]
     files = {beside + record.path: record for beside, output, _ in outputs for record in output.files.values()}
-    total = sum(record.bytes for record in files.values())
-    with reading(total) as advance, ThreadPoolExecutor(min(THREADS, usable_cores())) as pool:
-        list(pool.map(lambda path: _check_file(path, files[path], advance), files))
+    with ThreadPoolExecutor(min(THREADS, usable_cores())) as pool:
+        list(pool.map(_check_file, files, files.values()))
     for beside, output, refused in outputs:
         _check_counts(beside + output.prefix, output, refused)
     return (
-        f"SHA-256 of {plural(len(files), 'file')}, {size(total)}; index,"
+        f"SHA-256 of {plural(len(files), 'file')}, {size(sum(file.bytes for file in files.values()))}; index,"
         f" ledger and manifest agree on {plural(sum(output.documents for _, output, _ in outputs), 'document')} and"
         f" {plural(sum(output.tokens for _, output, _ in outputs), 'token')}"
     )
 
 
-def _check_file(path: str, record: FileRecord, advance: Callable[[int], None]) -> None:
+def _check_file(path: str, record: FileRecord) -> None:
     """Compare a file's bytes with its manifest."""
-
-    def pieces(stream: Any) -> Iterator[bytes]:
-        while block := stream.read(BLOCK_BYTES):
-            advance(len(block))
-            yield block
-
     try:
         remote = find(path) if is_url(path) else None
         if is_url(path) and remote is None:

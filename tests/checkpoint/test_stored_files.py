@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 from megatron_fanformer.checkpoint import stored_files
 from megatron_fanformer.checkpoint.data_files import load_data
 from megatron_fanformer.checkpoint.full_tensors import StoredTensors, write_full_tensors
-from megatron_fanformer.checkpoint.manifest import MANIFEST, write_manifest
+from megatron_fanformer.checkpoint.manifest import write_manifest
 from megatron_fanformer.checkpoint.run_folder import MEGATRON_METADATA
 from megatron_fanformer.checkpoint.stored_files import COMMON, COMMON_STATE, METADATA, check_format, read_table
 from megatron_fanformer.cli import main
@@ -51,7 +51,6 @@ def trained(run_on_ranks: RunOnRanks, tmp_path_factory: pytest.TempPathFactory) 
         recovery={"use_earlier_checkpoint": False},
     )
     run_on_ranks(1, train, values)
-    (find_checkpoint(folder / "run") / MANIFEST).unlink()  # as whoever changes a file on purpose would
     return values
 
 
@@ -257,6 +256,7 @@ def test_a_checkpoint_made_to_do_harm_is_refused(
     reader: Reader, plant: Plant, run: Values, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = plant(checkpoint, Bomb(tmp_path / "marker"))
+    write_manifest(checkpoint, 2)  # as whoever changes a file on purpose would
     capsys.readouterr()
     assert main(reader(run, tmp_path)) == 3
     (line,) = capsys.readouterr().err.splitlines()
@@ -279,6 +279,7 @@ def test_megatron_core_and_torch_load_data_alone(
 ) -> None:
     monkeypatch.setattr(stored_files, "check_plain_values", lambda *_, **__: None)
     file = plant(checkpoint, Bomb(tmp_path / "marker"))
+    write_manifest(checkpoint, 2)  # as whoever changes a file on purpose would
     assert main(resume(run, tmp_path)) == 3
     assert not (tmp_path / "marker").exists()
     message = capsys.readouterr().err
@@ -292,6 +293,7 @@ def test_megatron_core_and_torch_do_not_read_the_table_again(
     monkeypatch.setattr(stored_files, "read_table", lambda _: table)
     monkeypatch.setattr(stored_files, "check_stored", lambda *_, **__: None)
     plant_table(checkpoint, Bomb(tmp_path / "marker"))
+    write_manifest(checkpoint, 2)
     assert main(resume(run, tmp_path)) == 0
     assert not (tmp_path / "marker").exists()
 

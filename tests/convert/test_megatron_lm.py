@@ -290,16 +290,6 @@ def test_damage_in_a_weight_is_found(tmp_path: Path, convert: Any) -> None:
     assert code == 3 and str(file) in printed and "CRC-32" in printed
 
 
-def test_inspect_says_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = saved(tmp_path / "saved", tiny_model())
-    assert main(["inspect", str(folder), "--verify"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"{folder / f'iter_{STEP:07d}'}: megatron-lm"
-    assert lines[-1].startswith("verified: CRC-32 of ")
-    assert main(["inspect", str(folder), "--step", "1"]) == 2
-    assert f"{folder} is a checkpoint of Megatron-LM, which does not say what it was" in capsys.readouterr().err
-
-
 class WithState(Bomb):
     """One that would be given attributes and items, too."""
 
@@ -313,7 +303,7 @@ def test_nothing_in_the_arguments_is_executed(tmp_path: Path) -> None:
     with (tmp_path / "common.pt").open("rb") as stream:
         recorded = read_records(stream)
     state = recorded["args"].state
-    assert recorded["args"].class_name == "argparse.Namespace"
+    assert isinstance(recorded["args"], Record)
     assert isinstance(state["bomb"], Record)
     assert state["num_layers"] == 2
     assert not (tmp_path / "marker").exists()

@@ -42,22 +42,16 @@ def test_a_pair_by_its_prefix_or_one_of_its_files(inspect: Inspect, pair: Prepar
     assert facts["manifest"]["tokenizer"]["path"] == str(TOKENIZER)
     text = inspect(pair.prefix).out
     assert f"{pair.prefix}: token files\n" in text and "  bytes      5.94 kB\n" in text and "    rows  60\n" in text
-    assert "    inputs            docs.0.jsonl.gz, docs.1.jsonl.gz, docs.2.jsonl.gz\n" in text
+    assert "vocab_size 50,280, " in text
 
 
-@pytest.mark.parametrize("how", ["@file", "folder"])
-def test_a_blend_and_a_folder(inspect: Inspect, pair: Prepared, shard: Prepared, how: str) -> None:
+def test_a_folder(inspect: Inspect, pair: Prepared, shard: Prepared) -> None:
     folder = pair.prefix.parent
-    blend = folder / "all.blend"
-    blend.write_text("# both\n0.5 docs\n0.5 shard.npy\n")
-    path = {"@file": f"@{blend}", "folder": folder}[how]
-    facts = json.loads(inspect(path, "--json").out)
+    facts = json.loads(inspect(folder, "--json").out)
     assert (facts["tokens"], facts["documents"]) == (2 * 2970, 120)
     assert [part["format"] for part in facts["parts"]] == ["megatron", "npy"]
-    assert "format megatron, documents 60, " in inspect(path).out
-    if how != "folder":
-        assert [source["weight"] for source in facts["sources"]] == [0.5, 0.5]
-    assert inspect(path, "--verify").code == 0
+    assert f"  {pair.prefix}: 2,970 tokens\n" in inspect(folder).out
+    assert inspect(folder, "--verify").code == 0
     write_npy(folder / "other", pair.documents)  # whose documents nothing tells
     assert json.loads(inspect(folder, "--json").out)["documents"] is None
 

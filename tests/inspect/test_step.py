@@ -11,7 +11,6 @@ import pytest
 from megatron_fanformer.cli import main
 from megatron_fanformer.data import remote_files
 from megatron_fanformer.data.tokenizer import load_tokenizer
-from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.inspect.step import describe_step, step_lines
 from megatron_fanformer.train.config import config_from_dict
 from tests.chat_pairs import random_chats, write_chats
@@ -19,7 +18,7 @@ from tests.conftest import SAMPLES
 from tests.data.failing_stores import planned
 from tests.inspect.conftest import TOKENIZER, Inspect
 from tests.inspect.making import LINES_A_SHARD, random_documents, write_ledger, write_manifest, write_npy, write_pair
-from tests.small_runs import VOCAB_SIZE, RunOnRanks, small_run, write_config, write_tokens
+from tests.small_runs import VOCAB_SIZE, RunOnRanks, small_run, write_config
 
 STEPS = 3
 BATCH = {"train_iters": STEPS, "global_batch_size": 8, "micro_batch_size": 2}
@@ -82,7 +81,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 def shown(values: dict[str, Any], step: int) -> dict[tuple[int, int], list[list[int]]]:
     """What `inspect` says: by rank and micro batch, the token ids of the samples."""
-    report = describe_step(config_from_dict(values), step, full=True)
+    report = describe_step(config_from_dict(values), step)
     return {
         (batch["data_parallel_rank"], batch["micro_batch"]): [
             [token for passage in sample["passages"] for token in passage["ids"]] for sample in batch["samples"]
@@ -159,10 +158,10 @@ def texts(tmp_path: Path) -> Texts:
 def test_each_passage_is_a_slice_of_its_document(inspect: Inspect, texts: Texts) -> None:
     config, documents = texts
     tokenizer = load_tokenizer(TOKENIZER)
-    output = inspect(config, "--step", 2, "--full", "--json")
+    output = inspect(config, "--step", 2, "--json")
     assert (output.code, output.error) == (0, "")
     step = json.loads(output.out)
-    assert (step["first_sample"], step["end_sample"], step["without_ledger"]) == (8, 16, [])
+    assert (step["first_sample"], step["end_sample"]) == (8, 16)
     samples = [sample for batch in step["micro_batches"] for sample in batch["samples"]]
     assert [sample["sample"] for sample in samples] == list(range(8, 16))
     for sample in samples:
@@ -179,18 +178,15 @@ def test_each_passage_is_a_slice_of_its_document(inspect: Inspect, texts: Texts)
 
 
 def test_a_step_as_text(inspect: Inspect, texts: Texts) -> None:
-    config, _ = texts
-    output = inspect(config.parent / "docs", "--step", 1, "--config", config, "--parallel.data_parallel_size", "2")
+    output = inspect(texts[0], "--step", 1, "--parallel.data_parallel_size", "2")
     assert (output.code, output.error) == (0, "")
     lines = output.out.splitlines()
     assert lines[0] == "step 1 of 3: samples 0 to 7, of 16 tokens"
-    assert lines[1] == "2 data parallel ranks x 2 micro batches x 2 samples"
     batches = [line for line in lines if line.startswith("micro batch")]
     assert batches == [f"micro batch {number}, data parallel rank {rank}" for number in (0, 1) for rank in (0, 1)]
     assert sum(line.startswith("  sample ") for line in lines) == 8
     assert any("docs.0.jsonl.gz:" in line and "docs-" in line and "tokens [" in line for line in lines)
     assert "play" in output.out
-    assert "no ledger" not in output.out
 
 
 def test_a_run_knows_its_own_configuration(inspect: Inspect, texts: Texts, tmp_path: Path) -> None:
@@ -198,40 +194,6 @@ def test_a_run_knows_its_own_configuration(inspect: Inspect, texts: Texts, tmp_p
     (run / "checkpoints").mkdir(parents=True)
     (run / "config.yaml").write_text(texts[0].read_text())
     assert inspect(run, "--step", 3).out == inspect(texts[0], "--step", 3).out
-    other = tmp_path / "other.yaml"
-    other.write_text(texts[0].read_text().replace("global_batch_size: 8", "global_batch_size: 4"))
-    assert inspect(run, "--step", 3, "--config", other).out == inspect(other, "--step", 3).out
-    assert inspect(other, "--step", 3).out != inspect(run, "--step", 3).out
-
-
-def test_a_step_that_was_skipped_says_why(inspect: Inspect, texts: Texts, tmp_path: Path) -> None:
-    def shown(step: int, *options: str) -> str:
-        return inspect(texts[0], "--step", step, "--training.run_dir", str(tmp_path), *options).out
-
-    assert "skipped: " not in shown(2)
-    assert json.loads(shown(2, "--json"))["skipped"] is None
-    (tmp_path / "recovery.jsonl").write_text('{"step": 2, "event": "skipped", "reason": "the loss is \\u001b"}\n')
-    assert shown(2).splitlines()[2] == "skipped: the loss is \\x1b"
-    assert "skipped: " not in shown(1)
-    with (tmp_path / "recovery.jsonl").open("a") as file:
-        file.write('{"step": 2, "event": "skipped", "reason": "skipped once more"}\n')
-    assert shown(2).splitlines()[2] == "skipped: skipped once more"
-
-
-def test_a_blend_is_narrowed_down_to_a_prefix(inspect: Inspect, sources: dict[str, list[str]], tmp_path: Path) -> None:
-    values = small_run("", tmp_path / "run", data={"train_data": sources["mixed"]}, training=BATCH)
-    config = write_config(tmp_path / "run.yaml", values)
-
-    def prefixes(path: object) -> list[list[str]]:
-        step = json.loads(inspect(path, "--config", config, "--step", 1, "--json").out)
-        samples = [sample for batch in step["micro_batches"] for sample in batch["samples"]]
-        return [[passage["prefix"] for passage in sample["passages"]] for sample in samples]
-
-    everything = prefixes(config)
-    npy, pair = sources["mixed"][3], sources["mixed"][1]
-    assert len(everything) == 8
-    assert len(prefixes(npy)) + len(prefixes(pair)) == 8
-    assert {name for sample in prefixes(npy) for name in sample} == {npy.removesuffix(".npy")}
 
 
 def test_the_manifest_names_the_tokenizer(inspect: Inspect, tmp_path: Path) -> None:
@@ -241,26 +203,12 @@ def test_the_manifest_names_the_tokenizer(inspect: Inspect, tmp_path: Path) -> N
     write_manifest(prefix, documents, TOKENIZER)
     values = small_run(prefix, tmp_path / "run", model={"vocab_size": OLMO_VOCABULARY}, training=BATCH)
     config = write_config(tmp_path / "run.yaml", values)
-    assert "that is the question" in inspect(prefix, "--step", 1, "--config", config).out
+    assert "that is the question" in inspect(config, "--step", 1).out
     other = Path(shutil.copy(TOKENIZER, tmp_path / "tokenizer.json"))
     write_manifest(prefix, documents, other)
     other.write_text(other.read_text() + "\n")  # another file under the same name
-    output = inspect(prefix, "--step", 1, "--config", config)
+    output = inspect(config, "--step", 1)
     assert "      ids " in output.out and "question" not in output.out
-    assert output.out.endswith(
-        f"{prefix} was made with another tokenizer than {other} is now; set data.tokenizer to that one\n"
-    )
-
-
-def test_tokens_of_another_tokenizer_are_named_once(inspect: Inspect, texts: Texts, tmp_path: Path) -> None:
-    config, documents = texts
-    write_manifest(tmp_path / "docs", documents, TOKENIZER)
-    assert "another tokenizer" not in inspect(config, "--step", 1).out
-    write_manifest(tmp_path / "docs", documents, Path(__file__))
-    made = f"{tmp_path / 'docs'} was made with another tokenizer (SHA-256 {sha256_of(Path(__file__))[:12]}…) than "
-    lines = inspect(config, "--step", 1).out.splitlines()
-    assert [line.startswith(f"{made}data.tokenizer (") for line in lines if "made with" in line] == [True]
-    assert [json.loads(inspect(config, "--step", 1, "--json").out)["of_other_tokenizers"][0]] == lines[-1:]
 
 
 # -- what cannot be shown
@@ -270,19 +218,16 @@ def test_tokens_of_another_tokenizer_are_named_once(inspect: Inspect, texts: Tex
     ("arguments", "output"),
     [
         (["{config}", "--step", "0"], "--step is 0; the run has steps 1 to 3 (training.train_iters)"),
-        (["{docs}", "--step", "1"], "--step needs the configuration that trains on them; add --config FILE"),
-        (["{other}", "--step", "1", "--config", "{config}"], "is not in the configuration's data.train_data"),
+        (["{docs}", "--step", "1"], "docs is a prefix of token files (or one of them); name a run's folder"),
         (["{config}", "--step", "1", "--verify"], "argument --verify: not allowed with argument --step"),
         (["{config}", "--step", "1", "--training.micro_batch_size", "3"], "is not a multiple of micro batch size"),
-        (["{docs}", "--config", "{config}"], "--config has no effect without --step"),
-        (["{docs}", "--speed", "3"], "--speed has no effect without --index or --step"),
+        (["{docs}", "--speed", "3"], "--speed has no effect without --step"),
     ],
 )
 def test_a_step_that_cannot_be_shown(
     inspect: Inspect, texts: Texts, tmp_path: Path, arguments: list[str], output: str
 ) -> None:
-    places = {"config": texts[0], "docs": tmp_path / "docs", "other": tmp_path / "other"}
-    write_pair(tmp_path / "other", texts[1])
+    places = {"config": texts[0], "docs": tmp_path / "docs"}
     found = inspect(*(argument.format(**places) for argument in arguments))
     assert (found.code, found.out) == (2, "")
     assert output in found.error
@@ -306,7 +251,7 @@ def test_a_step_shows_its_conversations_and_what_of_them_is_learned(run_on_ranks
     taken = dict(run_on_ranks(2, recorded_batches, values))
     micro_batches = BATCH["global_batch_size"] // (2 * BATCH["micro_batch_size"])
     for step in range(1, BATCH["train_iters"] + 1):
-        report = describe_step(config_from_dict(values), step, full=True)
+        report = describe_step(config_from_dict(values), step)
         for batch in report["micro_batches"]:
             recorded = taken[batch["data_parallel_rank"]][(step - 1) * micro_batches + batch["micro_batch"]]
             for sample, of_run in zip(batch["samples"], recorded, strict=True):
@@ -327,29 +272,6 @@ def check_sample(passages: list[dict[str, Any]], of_run: Recorded, chats: list[A
         assert of_run.loss_mask[position : position + length] == [*map(float, mask[1:]), 0.0]
         position += length
     assert not any(of_run.tokens[position:]) and not any(of_run.loss_mask[position:])
-
-
-# -- the index cache
-
-
-def test_what_a_start_looks_up_is_made_beforehand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The start makes no index anew."""
-    tokens = write_tokens(tmp_path / "tokens")
-    values = small_run(
-        tokens, tmp_path / "run", data={"stages": {"from step 5": [tokens]}, "cache_path": str(tmp_path)}
-    )
-    file = write_config(tmp_path / "run.yaml", values)
-    assert main(["inspect", str(file), "--index"]) == 0
-    assert capsys.readouterr().out == f"{tmp_path}: ready for {file}\n"
-    made = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
-    assert len(list(tmp_path.glob("*/complete.json"))) == 1
-    assert main(["inspect", str(file), "--index"]) == 0
-    assert made == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
-
-
-def test_a_folder_of_tokens_is_no_configuration(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", "tokens", "--index"]) == 2
-    assert "tokens is no configuration file (.yaml)" in capsys.readouterr().err
 
 
 # -- from documents to a step
@@ -385,7 +307,7 @@ def test_a_step_leads_back_to_the_documents(inspect: Inspect, tmp_path: Path, op
         training={"train_iters": 2, "global_batch_size": 8},
     )
     config = write_config(tmp_path / "run.yaml", values)
-    shown = inspect(prefix, "--config", config, "--step", 2, "--full", "--json")  # the tokenizer is the manifest's
+    shown = inspect(config, "--step", 2, "--json")  # the tokenizer is the manifest's
     assert (shown.code, shown.error) == (0, "")
     step = json.loads(shown.out)
     samples = [sample for batch in step["micro_batches"] for sample in batch["samples"]]

@@ -18,11 +18,10 @@ from rich.console import Console
 
 from megatron_fanformer.checkpoint.run_folder import METRICS
 from megatron_fanformer.errors import DivergenceError, FanformerError, InputError, Interrupted
-from megatron_fanformer.inspect.checkpoint import last_numbers
 from megatron_fanformer.train.config import config_from_dict
 from megatron_fanformer.train.logger_kinds import RUN_ID, TENSORBOARD_FOLDER, JSONLines, Logger, Start, TensorBoard
 from megatron_fanformer.train.loggers import LOGGERS, Loggers, LoggingConfig
-from megatron_fanformer.train.metrics import METRIC_TABLE, metric_of, read_metrics
+from megatron_fanformer.train.metrics import METRIC_TABLE, last_metrics, metric_of, read_metrics
 from megatron_fanformer.train.preflight import machine_problems
 from megatron_fanformer.train.start import _train
 from tests.small_runs import RunOnRanks, small_run, write_tokens
@@ -47,7 +46,7 @@ def test_a_resume_drops_later_steps(tmp_path: Path) -> None:
     assert read_metrics(tmp_path) == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 1.0}, {"step": 3, "loss": 4.0}]
     with file.open("ab") as stream:
         stream.write(b"\x00\n[]\ntorn")
-    assert last_numbers(tmp_path) == {"step": 3, "loss": 4.0}
+    assert last_metrics(tmp_path) == {"step": 3, "loss": 4.0}
 
 
 def test_a_line_stays_json_whatever_the_numbers_are(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from megatron_fanformer.train.preflight import find_start
 from megatron_fanformer.train.recovery import BadSteps, RecoveryConfig, read_events
 from megatron_fanformer.train.step import StepBatches
 from tests.small_runs import RunOnRanks, small_run, trainer_of
-from tests.train.test_trainer import numbers, stored_tensors, train
+from tests.train.test_trainer import stored_tensors, train
 
 Configured = Callable[..., dict[str, Any]]
 Without = Callable[..., Path]
@@ -313,23 +313,6 @@ def test_where_every_checkpoint_is_damaged_nothing_starts_anew(
         flip_a_bit(checkpoint / "config.yaml", 0.3)
     with pytest.raises(CorruptError, match=f"{LAST}/config.yaml is damaged"):
         find_start(config_from_dict(configured(tmp_path / "run")), 2)
-
-
-def test_a_checkpoint_from_before_there_were_manifests_is_checked_by_what_it_has(
-    run_on_ranks: RunOnRanks, tmp_path: Path, configured: Configured, without: Without
-) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(without(), run)
-    for checkpoint in run_folder.complete_checkpoints(run):
-        (checkpoint / "manifest.json").unlink()
-    shutil.rmtree(run / run_folder.CHECKPOINTS / LAST)
-    weights = run / run_folder.CHECKPOINTS / "step-00000010" / "__0_0.distcp"
-    content = weights.read_bytes()
-    at = content.index(b"archive/data/0") + 100  # amid a tensor's own bytes
-    weights.write_bytes(content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :])
-    run_on_ranks(2, train, configured(run))
-    assert "__0_0.distcp is damaged in" in events(run, "earlier_checkpoint")[0]["reason"]
-    assert numbers(run) == numbers(without())
 
 
 def test_events_are_those_since_the_run_began(tmp_path: Path) -> None:
