@@ -6,13 +6,12 @@
     URL/checkpoints/latest                            the name of the newest one
 
 `Mirror` copies checkpoints there while a run trains; `fetch_newer` and `fetch_checkpoint` bring them back. Files from a
-store are untrusted: the manifest gives their names and sizes, and they are checked against it before they get a
-checkpoint's name. torch is not imported here.
+store are untrusted: the manifest gives their names, and they are checked against it before they get a checkpoint's
+name. torch is not imported here.
 """
 
 import hashlib
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -29,7 +28,7 @@ from megatron_fanformer.stores import driver_of, is_url, make_folder, names_in, 
 from megatron_fanformer.terminal import print_stderr
 
 RECORDS = (run_folder.CONFIG, run_folder.METRICS, run_folder.RECOVERY)
-FINISH_SECONDS = 600.0  # the end of a run waits that long for the next file to be copied
+FINISH_SECONDS = 3600.0  # the longest that the end of a run waits for its last copy
 POLL_SECONDS = 0.05
 
 logger = logging.getLogger(__name__)
@@ -79,40 +78,25 @@ class RemoteRun:
         self._files.pipe_file(probe, b"")
         self._files.rm_file(probe)
 
-    def copy(self, checkpoint: Path, *, keep: int | None, advance: Callable[[], None] = lambda: None) -> None:
-        """Copy a checkpoint of a run's folder, publish the copy, and remove all but the `keep` newest.
-
-        Args:
-            advance: is called after each file.
-        """
-        content = (checkpoint / MANIFEST).read_bytes()
-        if checkpoint.name not in self.complete() or self.manifest_of(checkpoint.name) != content:
-            self._put(checkpoint, content, advance)
-        self._files.pipe_file(f"{self._checkpoints}/{run_folder.LATEST}", f"{checkpoint.name}\n".encode())
-        complete = self.complete()
-        kept = [name for name in complete if name <= checkpoint.name][-(keep or len(complete)) :]
-        later = [name for name in complete if name > checkpoint.name]  # of a run that was rewound
-        for name in set(self._steps()).difference(kept, later):
+    def copy(self, checkpoint: Path, *, keep: int | None) -> None:
+        """Copy a checkpoint of a run's folder, publish the copy, and remove all but the `keep` newest."""
+        content, name = (checkpoint / MANIFEST).read_bytes(), checkpoint.name
+        if name not in self.complete() or self.manifest_of(name) != content:
+            self.make_ready()
             self._remove(name)
-
-    def _put(self, checkpoint: Path, content: bytes, advance: Callable[[], None]) -> None:
-        from fsspec.callbacks import Callback
-
-        folder = f"{self._checkpoints}/{checkpoint.name}"
-        sizes = {name: sums.bytes for name, sums in manifest_from(content, checkpoint / MANIFEST).files.items()}
-        self.make_ready()
-        self._remove(checkpoint.name)
-        make_folder(self._files, folder)
-        sources, targets = [str(checkpoint / name) for name in sizes], [f"{folder}/{name}" for name in sizes]
-        self._files.put(sources, targets, callback=Callback(hooks={"advance": lambda *_, **__: advance()}))
-        if not sizes.items() <= self._sizes(checkpoint.name).items():
-            raise OSError(f"{checkpoint.name} was written, and its files have other sizes there")
-        if (checkpoint / MANIFEST).read_bytes() != content:  # a run that went back saves the same step again
-            raise OSError(f"{checkpoint.name} was replaced while it was copied")
-        for name in RECORDS:
-            if (record := checkpoint.parent.parent / name).is_file():
-                self._files.pipe_file(f"{self._root}/{name}", record.read_bytes())
-        self._files.pipe_file(f"{folder}/{MANIFEST}", content)
+            folder, files = f"{self._checkpoints}/{name}", list(manifest_from(content, checkpoint / MANIFEST).files)
+            make_folder(self._files, folder)
+            self._files.put([str(checkpoint / file) for file in files], [f"{folder}/{file}" for file in files])
+            for record in RECORDS:
+                if (path := checkpoint.parent.parent / record).is_file():
+                    self._files.pipe_file(f"{self._root}/{record}", path.read_bytes())
+            self._files.pipe_file(f"{folder}/{MANIFEST}", content)
+        self._files.pipe_file(f"{self._checkpoints}/{run_folder.LATEST}", f"{name}\n".encode())
+        complete = self.complete()
+        kept = [step for step in complete if step <= name][-(keep or len(complete)) :]
+        later = [step for step in complete if step > name]  # of a run that was rewound
+        for step in set(self._steps()).difference(kept, later):
+            self._remove(step)
 
     def fetch(self, names: list[str], folder: Path, report: Callable[[str], None]) -> Path:
         """Return a local copy, `folder`/DIGEST/NAME, of the first sound checkpoint in `names`; fetch it if needed.
@@ -140,18 +124,14 @@ class RemoteRun:
 
     def _get(self, name: str, content: bytes, folder: Path) -> None:
         """Copy a checkpoint's files into an empty folder, and verify them."""
+        remote = f"{self._checkpoints}/{name}"
         try:
-            files = manifest_from(content, folder / MANIFEST).files
-            sizes = self._sizes(name)
-            for file, sums in files.items():
-                if sizes.get(file) != sums.bytes:  # so that no more is fetched
-                    raise CorruptError(
-                        f"{folder / file} has {sizes.get(file)} bytes, its manifest says {sums.bytes}; use another"
-                    )
-            sources = [f"{self._checkpoints}/{name}/{file}" for file in files]
-            self._files.get(sources, [str(folder / file) for file in files])
+            manifest = manifest_from(content, folder / MANIFEST)
+            there = names_in(self._files, remote)
+            files = [file for file in manifest.files if file in there]  # of one that is missing, the check tells
+            self._files.get([f"{remote}/{file}" for file in files], [str(folder / file) for file in files])
             (folder / MANIFEST).write_bytes(content)
-            check_files(folder, manifest_from(content, folder / MANIFEST))
+            check_files(folder, manifest)
         except CorruptError as error:
             message = str(error).replace(str(folder), f"{self.url}/{run_folder.CHECKPOINTS}/{name}")
             raise CorruptError(message) from None
@@ -159,11 +139,6 @@ class RemoteRun:
     def _steps(self) -> list[str]:
         names = names_in(self._files, self._checkpoints)
         return sorted(name for name in names if run_folder.step_of(Path(name)) is not None)
-
-    def _sizes(self, name: str) -> dict[str, int]:
-        self._files.invalidate_cache()
-        entries = self._files.ls(f"{self._checkpoints}/{name}", detail=True)
-        return {entry["name"].rpartition("/")[2]: entry["size"] for entry in entries}
 
     def _remove(self, name: str) -> None:
         for path in (f"{self._checkpoints}/{name}/{MANIFEST}", f"{self._checkpoints}/{name}"):
@@ -174,88 +149,71 @@ class RemoteRun:
 class Mirror:
     """Copies a run's checkpoints to another store while it trains, in a thread of the main rank.
 
-    One is copied at a time. Of those published meanwhile the newest is next, and the others are left out. The main
-    thread calls the methods; only `finish` waits.
+    One is copied at a time. Of those published meanwhile the newest is next, and the others are left out.
 
     Args:
         url: the run's folder there; None: copy nothing.
         keep: how many checkpoints to keep there; None for all.
-        note_failure: is called with a checkpoint's name and the reason after each failed attempt to copy it.
     """
 
-    def __init__(self, url: str | None, *, keep: int | None, note_failure: Callable[[str, str], None]) -> None:
-        self._url, self._keep, self._note_failure = url, keep, note_failure
-        self._shown = redacted(url or "")
-        self._failures: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+    def __init__(self, url: str | None, *, keep: int | None) -> None:
+        self._url, self._keep = url, keep
+        self._lock = threading.Lock()
         self._copying: Path | None = None
         self._waiting: Path | None = None
         self._offered = self._copied = ""
-        self._moved = 0.0  # when the last file was copied
 
     @property
     def in_use(self) -> tuple[str, ...]:
-        """Return the name of the checkpoint that is being copied, which must not be removed."""
-        copying = self._copying  # which the thread may set to None
-        return () if copying is None else (copying.name,)
+        """Return the names of checkpoints that are being copied, or will be, and must not be removed."""
+        with self._lock:
+            return tuple(checkpoint.name for checkpoint in (self._copying, self._waiting) if checkpoint is not None)
 
     def offer(self, checkpoint: Path) -> None:
         """Copy a checkpoint, once the one that is being copied is done."""
-        if self._url is not None:
-            self._waiting, self._offered = checkpoint, checkpoint.name
-            self.poll()
+        if self._url is None:
+            return
+        self._offered = checkpoint.name
+        with self._lock:
+            if self._copying is not None:
+                self._waiting = checkpoint
+                return
+            self._copying = checkpoint
+        # a daemon, which the end of the process cuts off: without a manifest it has copied nothing
+        threading.Thread(target=self._copy_all, args=(self._url,), name="mirror", daemon=True).start()
 
-    def poll(self) -> None:
-        """Report failures since the last call, and start the next copy."""
-        while not self._failures.empty():
-            self._note_failure(*self._failures.get())
-        if self._copying is None and self._waiting is not None:
-            self._copying, self._waiting = self._waiting, None
-            # a daemon, which the end of the process cuts off: without a manifest it has copied nothing
-            threading.Thread(target=self._copy, args=(self._url, self._copying), name="mirror", daemon=True).start()
-
-    def finish(self, is_enough: Callable[[], bool], seconds: float = float("inf")) -> None:
-        """Wait until all is copied or no file was for `FINISH_SECONDS`; log a checkpoint that is not copied.
-
-        Args:
-            is_enough: returns True to end the wait.
-            seconds: the longest wait.
-        """
-        self._moved = time.monotonic()
-        end = self._moved + seconds
-        while (self._copying or self._waiting) and not is_enough():
-            if time.monotonic() > min(end, self._moved + FINISH_SECONDS):
-                break
+    def finish(self, is_enough: Callable[[], bool], seconds: float = FINISH_SECONDS) -> None:
+        """Wait until all is copied, `is_enough` returns True, or so many seconds; log a checkpoint not copied."""
+        end = time.monotonic() + seconds
+        while self._copying is not None and not is_enough() and time.monotonic() < end:
             time.sleep(POLL_SECONDS)
-            self.poll()
-        self.poll()
         if self._offered != self._copied:
             logger.warning(
                 "%s is not copied to %s; it is safe here, and the same command copies it when it is started again",
                 self._offered,
-                self._shown,
+                redacted(self._url or ""),
             )
 
+    def _copy_all(self, url: str) -> None:
+        """Copy checkpoints one after another until none waits, in the thread."""
+        while (checkpoint := self._copying) is not None:
+            self._copy(url, checkpoint)
+            with self._lock:
+                self._copying, self._waiting = self._waiting, None
+
     def _copy(self, url: str, checkpoint: Path) -> None:
-        """Copy one checkpoint, in the thread."""
-
-        def advance() -> None:
-            self._moved = time.monotonic()
-
         def failed(attempt: int, reason: str) -> None:
-            logger.warning("%s is not copied to %s (attempt %d): %s", checkpoint.name, self._shown, attempt, reason)
-            self._failures.put((checkpoint.name, reason))
+            logger.warning("%s is not copied to %s (attempt %d): %s", name, redacted(url), attempt, reason)
 
-        started = time.monotonic()
+        name, started = checkpoint.name, time.monotonic()
         try:
-            with_attempts(lambda: RemoteRun(url).copy(checkpoint, keep=self._keep, advance=advance), failed)
-        except FanformerError as error:  # not tried again
-            failed(1, str(error))
-        except Exception:
-            logger.warning("%s is given up until the next one is published", checkpoint.name)
+            with_attempts(lambda: RemoteRun(url).copy(checkpoint, keep=self._keep), failed)
+        except Exception as error:
+            reason = str(error) if isinstance(error, FanformerError) else "each attempt failed"
+            logger.warning("%s is given up until the next one is published (%s)", name, reason)
         else:
-            self._copied = checkpoint.name
-            logger.info("copied %s to %s in %.1f s", checkpoint.name, self._shown, time.monotonic() - started)
-        self._copying = None
+            self._copied = name
+            logger.info("copied %s to %s in %.1f s", name, redacted(url), time.monotonic() - started)
 
 
 def fetch_newer(url: str, run: Path, *, use_earlier: bool = True) -> None:
@@ -278,9 +236,9 @@ def fetch_newer(url: str, run: Path, *, use_earlier: bool = True) -> None:
         names = [name for name in remote.candidates() if (run_folder.step_of(Path(name)) or 0) >= least]
         if names:
             copy = remote.fetch(names, run / run_folder.LOADED, logger.info)
-            records = {record: remote.fetch_record(record) for record in (run_folder.METRICS, run_folder.RECOVERY)}
+            records = {name: remote.fetch_record(name) for name in (run_folder.METRICS, run_folder.RECOVERY)}
             with reported_as_local(run):
-                _publish(copy, run / run_folder.CHECKPOINTS / copy.name, records)
+                _publish(copy, run, records)
         elif sound < 0:
             remote.make_ready()  # a store that cannot be written is reported now, not after the first save
 
@@ -292,11 +250,12 @@ def fetch_newer(url: str, run: Path, *, use_earlier: bool = True) -> None:
         logger.warning("%s; going on with what is in %s", error, run)
 
 
-def _publish(copy: Path, checkpoint: Path, records: dict[str, bytes | None]) -> None:
+def _publish(copy: Path, run: Path, records: dict[str, bytes | None]) -> None:
     """Write a run's records, move a fetched checkpoint to its name, and point `latest` to it."""
+    checkpoint = run / run_folder.CHECKPOINTS / copy.name
     checkpoint.parent.mkdir(exist_ok=True)
     for name, content in records.items():
-        record = checkpoint.parent.parent / name
+        record = run / name
         if content is not None and (not record.exists() or record.stat().st_size < len(content)):
             write_atomically(record, content)  # else the one here is longer
     if checkpoint.is_dir():
@@ -325,11 +284,8 @@ def fetch_checkpoint(url: str, cache: Path, report: Callable[[str], None]) -> Pa
         CorruptError: the checkpoint is damaged.
         FanformerError: the store cannot be reached.
     """
-    if "::" in url:
-        raise InputError(f"{redacted(url)} is a chain of URLs; name the store's own")
     parent, _, last = url.rstrip("/").rpartition("/")
     is_checkpoint = run_folder.step_of(Path(last)) is not None
-
     run_url = (parent if is_checkpoint else url.rstrip("/")).removesuffix(f"/{run_folder.CHECKPOINTS}")
 
     def fetch() -> Path:

@@ -26,13 +26,12 @@ from megatron_fanformer.checkpoint.run_folder import RECOVERY, metrics_entry
 from megatron_fanformer.durable_files import naming, regular_file
 from megatron_fanformer.errors import broken_fields
 
-Event = Literal["earlier_checkpoint", "computed_again", "skipped", "rewound", "not_mirrored"]
+Event = Literal["earlier_checkpoint", "computed_again", "skipped", "rewound"]
 TOTALS: dict[str, str] = {
     "earlier_checkpoint": "recovery/damaged_checkpoints",
     "computed_again": "recovery/recomputed_steps",
     "skipped": "recovery/skipped_steps",
     "rewound": "recovery/rewinds",
-    "not_mirrored": "recovery/failed_mirror_copies",
 }
 """For each event, the metric of a step that counts it over the whole run."""
 

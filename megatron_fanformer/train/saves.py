@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch.profiler import record_function
 
 from megatron_fanformer.checkpoint import run_folder
-from megatron_fanformer.checkpoint.remote import Mirror
+from megatron_fanformer.checkpoint.remote import FINISH_SECONDS, Mirror
 from megatron_fanformer.runtime.agreement import on_main
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.train.config import RunConfig
@@ -31,7 +31,6 @@ class Checkpointer:
     Args:
         listener: of the interrupts that ask for saves.
         note_saved: is called when a checkpoint is published.
-        note_failure: is called with a checkpoint's name and the reason, whenever an attempt to copy it failed.
     """
 
     def __init__(
@@ -41,17 +40,12 @@ class Checkpointer:
         listener: InterruptListener,
         *,
         note_saved: Callable[[], None],
-        note_failure: Callable[[str, str], None],
     ) -> None:
         self._config, self._grid = config, grid
         self._checkpoints = Path(config.training.run_dir) / run_folder.CHECKPOINTS
         self._listener, self._note_saved = listener, note_saved
         self._has_mirror = config.checkpoint.mirror is not None
-        self._mirror = Mirror(
-            config.checkpoint.mirror if grid.is_main else None,
-            keep=config.checkpoint.mirror_keep,
-            note_failure=note_failure,
-        )
+        self._mirror = Mirror(config.checkpoint.mirror if grid.is_main else None, keep=config.checkpoint.mirror_keep)
 
     @functools.cached_property
     def _saver(self) -> "CheckpointSaver":
@@ -83,11 +77,6 @@ class Checkpointer:
         """Copy the checkpoint of a step, which is there, to the mirror."""
         self._mirror.offer(self._checkpoints / run_folder.checkpoint_name(step))
 
-    def after_step(self, step: int, *, blocking: bool) -> None:
-        """Publish a checkpoint that is written, and poll its uploads."""
-        self.publish_if_written(step, blocking=blocking)
-        self._mirror.poll()
-
     def finish_copies(self, *, was_stopped: bool) -> None:
         """Wait until all is copied; after a signal for a minute at most, else until one comes."""
         if not self._has_mirror:
@@ -95,7 +84,7 @@ class Checkpointer:
 
         def finish() -> None:  # a signal may have come in the last step, or during its save, too
             is_stopping = was_stopped or self._listener.now().stop
-            seconds = STOPPED_MIRROR_SECONDS if is_stopping else float("inf")
+            seconds = STOPPED_MIRROR_SECONDS if is_stopping else FINISH_SECONDS
             self._mirror.finish(lambda: not is_stopping and self._listener.now().stop, seconds)
 
         on_main(finish)

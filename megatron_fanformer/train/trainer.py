@@ -72,13 +72,7 @@ class Trainer:
         seed_everything(config.training.seed, graphable=config.kernels.cuda_graph_impl != "none")
         with log_if_slow("building the model"):
             self._build()
-        self._saves = Checkpointer(
-            config,
-            grid,
-            self._listener,
-            note_saved=lambda: self._bad_steps.note_saved(),
-            note_failure=lambda name, why: self._events.add("not_mirrored", self.step, checkpoint=name, reason=why),
-        )
+        self._saves = Checkpointer(config, grid, self._listener, note_saved=lambda: self._bad_steps.note_saved())
         self._num_micro_batches = config.num_micro_batches(grid.data_parallel_size)
         self._evaluation = Evaluation(config, start.evaluation, grid)
         logged = config.logging
@@ -150,7 +144,7 @@ class Trainer:
         stopping = self._shall_stop()
         if self._save_if_due(force=stopping is not None or self._interrupts.save):
             stopping = stopping or self._shall_stop()
-        self._saves.after_step(self.step, blocking=stopping is not None or self._is_over)
+        self._saves.publish_if_written(self.step, blocking=stopping is not None or self._is_over)
         return stopping
 
     def close(self, *, failed: bool = False) -> None:

@@ -108,9 +108,7 @@ def there(folder: Path) -> list[str]:
     names = sorted(path.parent.name for path in folder.glob(f"{run_folder.CHECKPOINTS}/step-*/{MANIFEST}"))
     for name in names:
         checkpoint = folder / run_folder.CHECKPOINTS / name
-        manifest = read_manifest(checkpoint)
-        assert manifest is not None
-        check_files(checkpoint, manifest)
+        check_files(checkpoint, read_manifest(checkpoint))
     return names
 
 

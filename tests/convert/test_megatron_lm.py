@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.data_files import Record, read_records
 from megatron_fanformer.checkpoint.full_tensors import write_full_tensors
-from megatron_fanformer.checkpoint.manifest import MANIFEST
+from megatron_fanformer.checkpoint.manifest import MANIFEST, write_manifest
 from megatron_fanformer.checkpoint.stored_files import COMMON
 from megatron_fanformer.cli import PROGRAM, main
 from megatron_fanformer.convert.megatron_lm import (
@@ -126,6 +126,7 @@ def test_ranks_of_megatron_lm(
     (config := tmp_path / "config.yaml").write_text(NO_ACTIVATION)
     options = ("--config", str(config)) if spec != SPEC else ()
     found, tensors, *_ = open_megatron_lm(iteration, config if options else None)
+    write_manifest(own, 0)
     weights = read_full_tensors(own)
     assert found == model and tensors.keys() == weights.keys()
     assert all(torch.equal(tensors[name], tensor) for name, tensor in weights.items())
