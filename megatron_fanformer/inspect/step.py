@@ -153,7 +153,7 @@ def _passages(
             begin, position = position, position + length
             passage_ids = ids[begin:position]
             is_known = tokenizer is not None and max(passage_ids, default=0) < tokenizer.vocab_size
-            passage = {"prefix": span.prefix, "first_token": first_token, "length": length, "document": None}
+            passage: Report = {"prefix": span.prefix, "first_token": first_token, "length": length, "document": None}
             if document is not None:
                 facts = {name: getattr(document, name) for name in ("id", "source", "shard", "line", "length")}
                 passage["document"] = {**facts, "first_token": first_token - document.first_token}
