@@ -78,13 +78,6 @@ def export_huggingface(
         huggingface.write_huggingface(folder, config, converted, Extras(name=destination.name, **extras))
 
 
-def write_reference(
-    destination: Path, config: FANformerConfig, tensors: Tensors, *, end_of_text_id: int | None = None
-) -> None:
-    with new_folder(destination) as folder:
-        reference.write_reference(folder, config, tensors, end_of_text_id)
-
-
 def save_state(sharded_state: dict[str, Any], folder: Path) -> None:
     """Write a sharded state dict into an empty folder; every rank calls it."""
     strategy = megatron_versions.save_strategy(None)

@@ -31,7 +31,7 @@ from megatron_fanformer.checkpoint.stored_files import (
     stored_parts,
 )
 from megatron_fanformer.configuration import read_values
-from megatron_fanformer.convert.megatron_names import DROPOUT, SPECS, Arguments, model_fields, model_problems
+from megatron_fanformer.convert.megatron_names import SPECS, Arguments, model_fields, model_problems
 from megatron_fanformer.convert.name_table import fan_of_tensors, vocabulary_multiple
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.model.config import FANformerConfig
@@ -80,11 +80,16 @@ def open_megatron_lm(
     model = _model(folder, arguments, stated, tensors.meta)
     wanted = set(weights)
     check_parts(folder, (part for part in stored_parts(table) if part.name in wanted))
-    left = (LEFT_OUT,) if len(weights) < len(stored.described) else ()
+    notes: tuple[str, ...] = (LEFT_OUT,) if len(weights) < len(stored.described) else ()
+    if arguments.get("vocab_size") is None and "vocab_size" not in stated:
+        notes += (
+            "the arguments do not say how many rows of the embedding are token ids (--vocab-size): all are taken for "
+            "ids; if some are padding, state model.vocab_size by --config FILE",
+        )
     iteration = common.get("iteration") if isinstance(common, dict) else None
     samples = arguments.get("consumed_train_samples")
     progress = SavedProgress(iteration, samples) if type(iteration) is type(samples) is int else None
-    return model, tensors, (*left, *_notes(arguments, stated)), progress
+    return model, tensors, notes, progress
 
 
 # -- tensors
@@ -171,15 +176,3 @@ def _fan(folder: Path, arguments: Arguments, stated: Mapping[str, Any], shapes: 
     if seen.v_p_ratio == seen.p_ratio:
         fields.pop("v_p_ratio", None)
     return {**fields, **stated_fan}
-
-
-def _notes(arguments: Arguments, stated: Mapping[str, Any]) -> tuple[str, ...]:
-    notes = []
-    if rates := [f"{name} {arguments[name]}" for name in DROPOUT if arguments.get(name)]:
-        notes.append(f"trained with {' and '.join(rates)}; there is no dropout here, and training goes on without it")
-    if arguments.get("vocab_size") is None and "vocab_size" not in stated:
-        notes.append(
-            "the arguments do not say how many rows of the embedding are token ids (--vocab-size): all are taken for "
-            "ids; if some are padding, state model.vocab_size by --config FILE"
-        )
-    return tuple(notes)

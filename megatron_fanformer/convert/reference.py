@@ -56,20 +56,9 @@ class _Sizes(msgspec.Struct, kw_only=True):
         return self.vocab_size if self.embedding_size is None else self.embedding_size
 
     def problems(self) -> list[str]:
-        numbers = ("mlp_ratio", "rope_theta", "layer_norm_eps")
-        problems = [f"{name} is {getattr(self, name)}" for name in numbers if not math.isfinite(getattr(self, name))]
-        if problems:
-            return problems
-        heads, multi_query = self.n_kv_heads, self.multi_query_attention
-        if None not in (heads, multi_query) and heads != (1 if multi_query else self.n_heads):
-            problems.append(f"n_kv_heads is {heads}, which contradicts multi_query_attention {multi_query}")
-        if self.mlp_size % 2:
-            problems.append(
-                f"mlp_hidden_size is {self.mlp_size} and must be even, since it counts both halves of SwiGLU"
-            )
-        if self.embedding_rows < self.vocab_size:
-            problems.append(f"embedding_size is {self.embedding_rows}, less than vocab_size {self.vocab_size}")
-        if self.rope_theta % 1:
+        numbers = {"mlp_ratio": self.mlp_ratio, "rope_theta": self.rope_theta, "layer_norm_eps": self.layer_norm_eps}
+        problems = [f"{name} is {number}" for name, number in numbers.items() if not math.isfinite(number)]
+        if not problems and self.rope_theta % 1:
             problems.append(f"rope_theta is {self.rope_theta} and must be a whole number")
         return problems
 
@@ -155,11 +144,8 @@ def write_reference(
 
 def _stated_fields(folder: Path) -> dict[str, Any]:
     """Return the model's fields: in a section of a training configuration, or at the top level of the wrapper's."""
-    path = next((folder / name for name in (run_folder.CONFIG, CONFIG_JSON) if (folder / name).is_file()), None)
-    if path is None:
-        raise InputError(
-            f"{folder} is not a reference checkpoint, which must hold {run_folder.CONFIG} or {CONFIG_JSON}"
-        )
+    path = folder / run_folder.CONFIG
+    path = path if path.is_file() else folder / CONFIG_JSON
     config = run_folder.read_mapping(path)
     section = config.get("model")
     return section if isinstance(section, dict) else config

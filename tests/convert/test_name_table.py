@@ -169,14 +169,6 @@ def test_every_tensor_keeps_its_own_type():
         assert converted[name].dtype == meta.dtype == (torch.float32 if "norm" in name else torch.bfloat16), name
 
 
-def test_parts_of_one_tensor_get_the_wider_type():
-    tensors = random_tensors(GROUPED, "hf")
-    name = "model.layers.0.self_attn.k_proj.weight"
-    converted = convert(tensors | {name: tensors[name].bfloat16()}, GROUPED, "hf", "megatron")
-    for name, meta in converted.meta.items():
-        assert converted[name].dtype == meta.dtype == torch.float32
-
-
 # -- the FAN that tensors show
 
 

@@ -5,15 +5,13 @@ import shutil
 from operator import attrgetter
 
 import pytest
-import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from megatron_fanformer.convert.name_table import expected_shapes
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from tests.conftest import REFERENCE
-from tests.whole_models import read_reference, write_reference
+from tests.whole_models import read_reference
 
 TIED = REFERENCE / "fanformer-tied"
 
@@ -84,31 +82,6 @@ def test_the_hugging_face_wrap_is_the_same_model(tmp_path):
     wrapped_config, wrapped = read_reference(tmp_path)
     assert wrapped_config == config
     assert wrapped.keys() == tensors.keys()
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        read_reference(TIED)[0],
-        FANformerConfig(
-            num_layers=1,
-            hidden_size=48,
-            ffn_hidden_size=80,
-            num_attention_heads=6,
-            num_query_groups=2,
-            vocab_size=100,
-            rotary_base=500_000,
-            untie_embeddings_and_output_weights=True,
-            fan=FANConfig(p_ratio=0.157, activation="gelu", bias=False),
-        ),
-    ],
-)
-def test_a_written_folder_reads_back_as_it_was(config, tmp_path):
-    tensors = {n: torch.randn(shape) for n, shape in expected_shapes(config, "reference").items()}
-    write_reference(tmp_path / "out", config, tensors, end_of_text_id=7)
-    read_config, read = read_reference(tmp_path / "out")
-    assert read_config == config
-    assert all(torch.equal(tensor, tensors[name]) for name, tensor in read.items())
 
 
 @pytest.mark.parametrize(

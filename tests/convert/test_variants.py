@@ -1,45 +1,29 @@
-"""Random checkpoints of every variant, through every format and out of every layout, against plain PyTorch."""
+"""Random checkpoints of every variant, through every format, against plain PyTorch."""
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 
-from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.full_tensors import write_full_tensors
-from megatron_fanformer.checkpoint.training_state import load_weights, model_state
 from megatron_fanformer.convert.convert import convert_checkpoint
 from megatron_fanformer.convert.name_table import expected_shapes
-from megatron_fanformer.convert.recognition import find_checkpoint
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.evaluate.rows import row_losses
 from megatron_fanformer.hf import FANformerForCausalLM
-from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.config import FANConfig
-from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
-from megatron_fanformer.runtime.seeding import generator_for, seed_everything
+from megatron_fanformer.runtime.seeding import generator_for
 from tests.convert.plain_fanformer import HEADS, VARIANTS, Variant, random_weights, write
 from tests.plain_model import from_transformers, plain_logits
 from tests.tiny import tiny_model
-from tests.whole_models import read_full_tensors, save_state
+from tests.whole_models import read_full_tensors
 
 # float32 against float64, logits of about 10: seen 2e-5 at most.
 SAME_LOGITS = 1e-4
-SAME_LOSS = 1e-5
 SAMPLES, LENGTH = 2, 16
 ALL = tuple(VARIANTS)
 # One of each placement, with grouped queries, an untied head and a vocabulary that no rank count divides among them.
 SOME = ("grouped queries", "qk and v, two ratios", "odd padding")
-LAYOUTS = [
-    (1, 1, ALL),
-    *((*layout, SOME) for layout in ((2, 1), (1, 2))),
-    *(pytest.param(*layout, ALL, marks=pytest.mark.full) for layout in ((2, 1), (1, 2), (2, 2))),
-]
 
 
 def exact_logits(variant: Variant, weights: dict[str, torch.Tensor], ids_bs: torch.Tensor) -> torch.Tensor:
@@ -73,66 +57,6 @@ def test_the_receipt_of_every_variant(root: Path, name: str, tmp_path: Path) -> 
         if to == "reference" and not VARIANTS[name].bias:
             continue
         convert_checkpoint(root / source / folder_of(name), tmp_path / to, to=to)  # type: ignore[arg-type]
-
-
-def load_and_save(root: Path, saved: Path, tensor: int, pipeline: int, names: tuple[str, ...]) -> dict[str, float]:
-    """Load variants into a layout, save it from there, and return its loss on the fixed samples; on every rank."""
-    parallel = ParallelConfig(tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline)
-    losses = {}
-    with rank_grid(parallel, "cpu") as grid:
-        seed_everything(0)
-        for name in names:
-            checkpoint = find_checkpoint(root / "megatron" / folder_of(name))
-            stages = build_stages(run_folder.saved_model(checkpoint), parallel, grid, dtype=torch.float32, seed=None)
-            load_weights(checkpoint, stages, grid)
-            batches = iter([batch_of(name)])
-            sums = row_losses(stages, batches, grid, num_micro_batches=1, micro_batch_size=SAMPLES)
-            losses[name] = sums.sum().item() / (SAMPLES * LENGTH)
-            _save(saved / folder_of(name), checkpoint, stages, grid)
-    return losses
-
-
-def batch_of(name: str) -> dict[str, torch.Tensor]:
-    ids = ids_of(name)
-    return {
-        "tokens": ids[:, :-1],
-        "labels": ids[:, 1:],
-        "loss_mask": torch.ones(SAMPLES, LENGTH),
-        "position_ids": torch.arange(LENGTH).expand(SAMPLES, -1),
-    }
-
-
-def _save(run: Path, loaded: Path, stages: list[Any], grid: Any) -> None:
-    folder = run / run_folder.CHECKPOINTS / "unnamed"
-    if grid.is_main:
-        folder.mkdir(parents=True)
-    dist.barrier()
-    save_state(model_state(stages, grid), folder)
-    if grid.is_main:
-        run_folder.publish_checkpoint(folder, run / run_folder.CHECKPOINTS, 7, run_folder.saved_config(loaded))
-
-
-@pytest.mark.parametrize(("tensor", "pipeline", "names"), LAYOUTS, ids=lambda value: str(value)[:1])
-def test_variants_in_and_out_of_a_layout(
-    run_on_ranks: Callable[..., list[Any]],
-    root: Path,
-    tmp_path: Path,
-    tensor: int,
-    pipeline: int,
-    names: tuple[str, ...],
-) -> None:
-    """Loaded into the layout it has the plain model's loss; saved from there, the weights it came with."""
-    losses = run_on_ranks(tensor * pipeline, load_and_save, root, tmp_path / "saved", tensor, pipeline, names)
-    for name in names:
-        variant = VARIANTS[name]
-        weights, ids = random_weights(variant), ids_of(name)
-        logits = exact_logits(variant, weights, ids[:, :-1])
-        expected = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).item()
-        assert [rank[name] for rank in losses] == pytest.approx([expected] * len(losses), abs=SAME_LOSS), name
-        if variant.bias:
-            back = tmp_path / "back" / folder_of(name)
-            convert_checkpoint(tmp_path / "saved" / folder_of(name), back, to="reference", verified=False)
-            assert_same(torch.load(back / "model.pt"), weights, name)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
