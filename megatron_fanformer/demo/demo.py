@@ -23,59 +23,36 @@ from rich.table import Table
 from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.convert.convert import convert_checkpoint
 from megatron_fanformer.data.tokenizer import TOKENIZER_MODEL, load_tokenizer, train_sentencepiece
-from megatron_fanformer.demo.corpus import Corpus, pack_standard_library
+from megatron_fanformer.demo.corpus import pack_standard_library
 from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import FanformerError, InputError, Interrupted
 from megatron_fanformer.generate.generate import generate
 from megatron_fanformer.generate.verb import GenerateConfig
 from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.options import PROGRAM
 from megatron_fanformer.prepare.documents import read_documents
 from megatron_fanformer.prepare.prepare import prepare
 from megatron_fanformer.prepare.verb import PrepareConfig
 from megatron_fanformer.processes import usable_cores
-from megatron_fanformer.runtime.device import VISIBLE_GPUS
-from megatron_fanformer.train.config import config_from_dict
 from megatron_fanformer.train.metrics import VALIDATION_PREFIX, loss_picture, read_metrics
 from megatron_fanformer.train.start import start_run
 
 VOCAB_SIZE = 8192
 STEPS = 330
+RUN = "run"
 MARK = ".fanformer-demo"  # a folder that contains it is the demo's own, and may be replaced
 VALIDATION = "held-out"
 LOGITS_TOLERANCE = 1e-4  # the trainer's own against transformers', absolute; both in float32
 PROMPT = "def read_lines(path):\n"
 NEW_TOKENS = 64
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "seed": 1}
-NEXT = {
-    "experiment mod --seeds 1 --mod.model_steps 100": "the fit of t mod 5, with which the paper begins",
-    "experiment lipschitz --output {output}": "how far models spread near inputs",
-    'experiment cost --cost.presets "[fanformer-300m]"': "what FAN costs, by formula and counted",
-}
-"""Commands to try after the demo, short forms of three of the paper's experiments, and the result of each."""
 MODEL = FANformerConfig(
     num_layers=2, hidden_size=128, ffn_hidden_size=352, num_attention_heads=4, vocab_size=VOCAB_SIZE, seq_length=256
 )
 
 
-class Places:
-    """The paths of all that the demo makes."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.documents = root / "documents"
-        self.tokenizer = root / TOKENIZER_MODEL
-        self.config = root / "train.yaml"
-        self.run = root / "run"
-        self.huggingface = root / "huggingface"
-        self.loss_curve = root / "loss.png"
-
-    def tokens(self, part: str) -> Path:
-        """Return the prefix of the token files of `train` or `held-out`."""
-        return self.root / "tokens" / part
-
-
-def run_demo(output: Path) -> None:
-    """Run the whole demo in the folder `output`, and print the results.
+def run_demo(root: Path) -> None:
+    """Run the whole demo in the folder `root`, and print the results.
 
     Raises:
         InputError: the folder exists and is not an earlier demo's, or one is running in it.
@@ -83,42 +60,38 @@ def run_demo(output: Path) -> None:
     """
     started = time.monotonic()
     console = Console()
-    places = Places(output)
-    _claim(places.root)
+    _claim(root)
+    run, huggingface, loss_curve = root / RUN, root / "huggingface", root / "loss.png"
     with _step(console, 1, "documents: the standard library's source files"):
-        corpus = pack_standard_library(places.documents)
+        train, held_out = pack_standard_library(root / "documents")
     with _step(console, 2, f"tokenizer: sentencepiece BPE, {VOCAB_SIZE:,} pieces"):
-        texts = (text for shard in corpus.train for text in read_documents(shard) if isinstance(text, str))
-        prefix = places.tokenizer.with_suffix("")
+        texts = (text for shard in train for text in read_documents(shard) if isinstance(text, str))
+        prefix = (root / TOKENIZER_MODEL).with_suffix("")
         train_sentencepiece(texts, prefix, vocab_size=VOCAB_SIZE, num_threads=usable_cores())
     with _step(console, 3, "tokens: Megatron .bin/.idx"):
         tokens = {
-            "train": _tokenize(places, "train", corpus.train),
-            VALIDATION: _tokenize(places, VALIDATION, [corpus.held_out]),
+            "train": _tokenize(root, "train", train),
+            VALIDATION: _tokenize(root, VALIDATION, [held_out]),
         }
     with _step(console, 4, f"training: {STEPS} steps at tensor parallel 2, stopped half-way and resumed"):
-        _train(places, console)
+        _train(root, console)
     with _step(console, 5, "conversion: to Hugging Face, reloaded, logits compared"):
-        convert_checkpoint(places.run, places.huggingface, to="hf")
-        difference = compare_logits(places, corpus)
+        convert_checkpoint(run, huggingface, to="hf")
+        difference = compare_logits(root, held_out)
         console.print(f"largest difference of logits: {difference:.1e}")
     with _step(console, 6, "generation: from the checkpoint, greedy and sampled"):
-        sampled = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in SAMPLED.items())
-        for name, sampling in (("greedy", {}), (sampled, SAMPLED)):
-            config = GenerateConfig(
-                checkpoint=str(places.run), prompts=(PROMPT,), max_new_tokens=NEW_TOKENS, **sampling
-            )
+        for name, sampling in (("greedy", {}), ("sampled", SAMPLED)):
+            config = GenerateConfig(checkpoint=str(run), prompts=(PROMPT,), max_new_tokens=NEW_TOKENS, **sampling)
             (generated,) = generate(config)
             console.print(f"[dim]{name}:[/dim]")
             console.print(PROMPT + generated.text, markup=False, highlight=False, style="cyan")
-    entropy = unigram_entropy(places.tokens(VALIDATION))
-    metrics = read_metrics(places.run)
-    write_atomically(places.loss_curve, loss_picture(metrics, title="FANformer", entropy=entropy))
+    entropy = unigram_entropy(root / "tokens" / VALIDATION)
+    metrics = read_metrics(run)
+    write_atomically(loss_curve, loss_picture(metrics, title="FANformer", entropy=entropy))
     validation = metrics[-1][f"{VALIDATION_PREFIX}{VALIDATION}"]
     speeds = [step["tokens_per_second"] for step in metrics]
     table = Table(title="Demo summary", show_header=False)
     for name, value in {
-        "documents": f"{corpus.train_documents} to train on, {corpus.held_out_documents} held out",
         "tokens": f"{tokens['train']:,} to train on, {tokens[VALIDATION]:,} held out",
         "parameters": f"{MODEL.num_parameters:,}",
         "training": f"{STEPS} steps, {metrics[-1]['tokens']:,} tokens, tensor parallel 2",
@@ -128,20 +101,19 @@ def run_demo(output: Path) -> None:
         "speed": f"{sorted(speeds)[len(speeds) // 2]:,.0f} tokens/s (median step)",
         "export against trainer, logits": f"{difference:.1e}",
         "time": f"{time.monotonic() - started:.0f} s",
-        "run, checkpoints, TensorBoard": str(places.run),
-        "Hugging Face folder": str(places.huggingface),
-        "loss curve": str(places.loss_curve),
+        "run, checkpoints, TensorBoard": str(run),
+        "Hugging Face folder": str(huggingface),
+        "loss curve": str(loss_curve),
     }.items():
         table.add_row(name, value)
     console.print(table)
-    console.print("\n".join(next_lines(places)), markup=False, highlight=False, soft_wrap=True)
 
 
 def _claim(root: Path) -> None:
     if root.exists():
         if not (root / MARK).exists():
             raise InputError(f"{root} exists and is not an earlier demo's folder; name another with --output")
-        with run_lock(Places(root).run):
+        with run_lock(root / RUN):
             shutil.rmtree(root)
     root.mkdir(parents=True)
     (root / MARK).touch()
@@ -155,25 +127,26 @@ def _step(console: Console, number: int, title: str) -> Iterator[None]:
     console.print(f"[dim]{time.monotonic() - started:.1f} s[/dim]")
 
 
-def _tokenize(places: Places, part: str, inputs: Sequence[Path]) -> int:
-    output, tokenizer = str(places.tokens(part)), str(places.tokenizer)
+def _tokenize(root: Path, part: str, inputs: Sequence[Path]) -> int:
+    output, tokenizer = str(root / "tokens" / part), str(root / TOKENIZER_MODEL)
     return prepare(PrepareConfig(inputs=tuple(map(str, inputs)), output=output, tokenizer=tokenizer)).manifest.tokens
 
 
-def training_config(places: Places) -> dict[str, Any]:
+def training_config(root: Path) -> dict[str, Any]:
     """Return the demo's training run."""
     return {
         "model": dataclasses.asdict(MODEL),
         "parallel": {"tensor_model_parallel_size": 2},
+        "runtime": {"device": "cpu"},
         "data": {
-            "train_data": [str(places.tokens("train"))],
-            "valid_data": {VALIDATION: [str(places.tokens(VALIDATION))]},
-            "tokenizer": str(places.tokenizer),
+            "train_data": [str(root / "tokens" / "train")],
+            "valid_data": {VALIDATION: [str(root / "tokens" / VALIDATION)]},
+            "tokenizer": str(root / TOKENIZER_MODEL),
         },
         "optimizer": {"lr": 5e-3, "adam_beta2": 0.99, "adam_eps": 1e-8},
         "schedule": {"lr_decay_style": "linear", "lr_warmup_iters": STEPS // 10, "min_lr": 0.0},
         "training": {
-            "run_dir": str(places.run),
+            "run_dir": str(root / RUN),
             "train_iters": STEPS,
             "global_batch_size": 8,
             "micro_batch_size": 8,
@@ -186,29 +159,22 @@ def training_config(places: Places) -> dict[str, Any]:
     }
 
 
-def _train(places: Places, console: Console) -> None:
-    """Start one command twice: the first ends half-way (`exit_interval`), the second continues from its checkpoint.
-
-    Raises:
-        Interrupted: a signal stopped it; the same command is the demo, which removes what it has made.
-    """
-    values = training_config(places)
-    config_from_dict(values)  # a mistake here is ours: let it show at once
-    places.config.write_text(yaml.safe_dump(values, sort_keys=False))
-    command = ["train", "--config", str(places.config)]
+def _train(root: Path, console: Console) -> None:
+    """Start one command twice: the first ends half-way (`exit_interval`), the second continues from its checkpoint."""
+    config = root / "train.yaml"
+    config.write_text(yaml.safe_dump(training_config(root), sort_keys=False))
+    command = ["train", "--config", str(config)]
     try:
-        start_run(places.config, [], command)
+        start_run(config, [], command)
         console.print("stopped half-way; the same command again:")
-        start_run(places.config, [], command)
+        start_run(config, [], command)
     except Interrupted:
-        train = f"{VISIBLE_GPUS}= {shlex.join(['megatron-fanformer', *command])}"  # no GPU, as for the demo itself
-        raise Interrupted(f"stopped in its training; the demo would begin anew, and {train} goes on") from None
-    last = read_metrics(places.run)[-1]["step"]
-    if last != STEPS:
-        raise FanformerError(f"the resumed run ended at step {last}, not {STEPS}")
+        raise Interrupted(
+            f"stopped in its training; the demo would begin anew, and {shlex.join([PROGRAM, *command])} goes on"
+        ) from None
 
 
-def compare_logits(places: Places, corpus: Corpus) -> float:
+def compare_logits(root: Path, held_out: Path) -> float:
     """Return the largest difference between the trainer's logits and the reloaded export's, on a held-out text.
 
     Raises:
@@ -221,12 +187,12 @@ def compare_logits(places: Places, corpus: Corpus) -> float:
     from megatron_fanformer.generate.models import load_model
 
     transformers_logging.disable_progress_bar()
-    text = next(text for text in read_documents(corpus.held_out) if isinstance(text, str))
-    ids = torch.tensor([load_tokenizer(places.tokenizer).encode(text)[: MODEL.seq_length]])
-    exported = AutoModelForCausalLM.from_pretrained(places.huggingface, dtype=torch.float32).eval()
+    text = next(text for text in read_documents(held_out) if isinstance(text, str))
+    ids = torch.tensor([load_tokenizer(root / TOKENIZER_MODEL).encode(text)[: MODEL.seq_length]])
+    exported = AutoModelForCausalLM.from_pretrained(root / "huggingface", dtype=torch.float32).eval()
     with torch.inference_mode():
         theirs = exported(ids).logits
-    with load_model(places.run) as model:
+    with load_model(root / RUN) as model:
         ours = model.logits(ids)[..., : MODEL.vocab_size].float()
     difference = float((ours - theirs).abs().max())
     if not difference <= LOGITS_TOLERANCE:
@@ -234,15 +200,6 @@ def compare_logits(places: Places, corpus: Corpus) -> float:
             f"the export's logits differ from the trainer's by {difference:.1e}, more than {LOGITS_TOLERANCE}"
         )
     return difference
-
-
-def next_lines(places: Places) -> list[str]:
-    """Return lines with three of the paper's experiments to try next."""
-    output = shlex.quote(str(places.root / "lipschitz"))
-    lines = ["Three of the paper's experiments to try next, in short forms:"]
-    for command, result in NEXT.items():
-        lines += [f"  {result}:", f"    megatron-fanformer {command.format(output=output)}"]
-    return lines
 
 
 def unigram_entropy(prefix: Path) -> float:

@@ -1,4 +1,4 @@
-"""What the demo shows of itself: commands to try next, and the one that goes on, are commands."""
+"""A demo that is stopped in its training names the command that goes on."""
 
 import shlex
 from pathlib import Path
@@ -8,18 +8,7 @@ from rich.console import Console
 
 from megatron_fanformer import cli
 from megatron_fanformer.demo import demo
-from megatron_fanformer.demo.demo import Places, next_lines
 from megatron_fanformer.errors import Interrupted
-from megatron_fanformer.experiments.probe import read_settings
-
-
-def test_each_command_to_try_next_is_an_experiment_that_is_accepted() -> None:
-    commands = [shlex.split(line) for line in next_lines(Places(Path("a folder"))) if cli.PROGRAM in line]
-    assert len(commands) == 3
-    for program, *words in commands:
-        verb, options = cli.read_command(words)
-        assert (program, verb.name) == (cli.PROGRAM, "experiment")
-        read_settings(options)
 
 
 def test_a_demo_that_is_stopped_names_what_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,12 +18,10 @@ def test_a_demo_that_is_stopped_names_what_goes_on(tmp_path: Path, monkeypatch: 
         raise Interrupted("stopped on SIGINT, saved; run the same command to continue")
 
     monkeypatch.setattr(demo, "start_run", stopped)
-    places = Places(tmp_path / "a folder")
-    places.root.mkdir()
+    root = tmp_path / "a folder"
+    root.mkdir()
     with pytest.raises(Interrupted, match=r"^stopped in its training; the demo would begin anew, and ") as caught:
-        demo._train(places, Console(quiet=True))
-    command = str(caught.value).partition(", and ")[2].removesuffix(" goes on")
-    setting, program, *words = shlex.split(command)
-    assert (setting, program) == ("CUDA_VISIBLE_DEVICES=", cli.PROGRAM)  # a GPU, if there is one, stays hidden
+        demo._train(root, Console(quiet=True))
+    program, *words = shlex.split(str(caught.value).partition(", and ")[2].removesuffix(" goes on"))
     verb, options = cli.read_command(words)
-    assert (verb.name, Path(options.config)) == ("train", places.config)
+    assert (program, verb.name, Path(options.config)) == (cli.PROGRAM, "train", root / "train.yaml")
