@@ -69,7 +69,7 @@ def evaluate(
         kept = (ids or [tokenizer.eod_id])[new_tokens - longest :]
         cut += len(kept) < len(ids)
         texts.append(Continuation(tokenizer, kept, SamplingConfig(), max_new_tokens=new_tokens, stop=document["stop"]))
-    continue_all(model, texts, batch_size=BATCH_SIZE, on_batch=lambda ended: log(f"{ended:,} of {len(texts):,} texts"))
+    continue_all(model, texts, BATCH_SIZE, lambda ended: log(f"{ended:,} of {len(texts):,} texts"))
     written = [text.text for text in texts]
     verdicts = (_run_programs if name in CODE else _compare_numbers)(documents, written)
     judged = [

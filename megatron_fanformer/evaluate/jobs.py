@@ -100,7 +100,8 @@ def find_jobs(request: EvaluationRequest) -> Jobs:
         key = (config.seq_length, config.vocab_size, source.end_of_text_id, job.tokenizer_sha256)
         if key not in surveys:
             if texts and file is not None and tokenizer is not None:
-                problems += source.tokenizer_problems(load_tokenizer(tokenizer, eod_id=source.end_of_text_id))
+                encoder = load_tokenizer(tokenizer, eod_id=source.end_of_text_id)
+                collect_problems(problems, partial(source.refuse_larger, encoder))
                 problems += generation_tasks.text_problems(list(texts), options, config.seq_length)
                 if evaluation.requests is None:  # else the survey checks it
                     collect_problems(problems, partial(file.refuse_other_tokenizer, tokenizer_file(tokenizer)))

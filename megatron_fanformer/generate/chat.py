@@ -30,12 +30,7 @@ HINT = f"{RESET} begins anew; {QUIT} or Ctrl-D ends; Ctrl-C ends an answer, twic
 
 @contextmanager
 def open_chat(config: ChatConfig) -> Iterator["Chat"]:
-    """Load a model to talk to, in a process group of this process alone.
-
-    Raises:
-        InputError: settings, checkpoint, tokenizer or template are wrong, which is known before weights are read.
-        CorruptError: the checkpoint is damaged.
-    """
+    """Load a model to talk to, in a process group of this process alone; errors are found before weights are read."""
     if problems := config.problems():
         raise InputError("\n".join(problems))
     source, tokenizer = find_model_and_tokenizer(config.checkpoint, config.tokenizer, eod_id=config.eod_id)
@@ -70,12 +65,8 @@ class Chat:
     def answer(self, text: str) -> Iterator[str]:
         """Add a message, and yield the answer as it is generated: for each token its new text, which may be empty.
 
-        Whatever was generated joins the conversation, even if the caller breaks off.
-
-        Raises:
-            InputError: the message is too long for the model's context, or the template refuses it; the conversation
-                is as before then.
-            DivergenceError: the model's logits are not finite.
+        Whatever was generated joins the conversation, even if the caller breaks off. A message that is too long for
+        the context, or refused by the template, raises InputError and leaves the conversation as it was.
         """
         ids = self._make_room([*self._messages, {"role": "user", "content": text}])
         room = self._context_tokens - len(ids)

@@ -12,6 +12,7 @@ Shapes: b batch, s sequence, v vocabulary.
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from megatron_fanformer.data.tokenizer import Tokenizer
 from megatron_fanformer.errors import DivergenceError, InputError
 from megatron_fanformer.generate.models import TrainedModel, find_model_and_tokenizer, load_model
-from megatron_fanformer.generate.verb import GenerateConfig, SamplingConfig
+from megatron_fanformer.generate.verb import GenerateConfig, SamplingConfig, read_prompts
 from megatron_fanformer.runtime.device import return_freed_memory
 from megatron_fanformer.runtime.seeding import generator_for
 
@@ -144,11 +145,6 @@ class Continuation:
         """Return the beginning of `text` that is final."""
         return self._new_text.text if self.ended_by else self._new_text.settled
 
-    def token_at(self, position: int) -> int:
-        """Return the token at a position of the sequence, which must be known."""
-        new = position - len(self.prompt_ids)
-        return self.ids[new] if new >= 0 else self.prompt_ids[position]
-
     def take(self, logits_v: Tensor) -> None:
         """Choose the next token from its logits [v]; raises as `next_token`."""
         self.ids.append(next_token(logits_v, self._sampling, self._generator))
@@ -165,28 +161,20 @@ class Continuation:
 
 
 def continue_all(
-    model: TrainedModel,
-    continuations: Sequence[Continuation],
-    *,
-    batch_size: int,
-    on_batch: Callable[[int], None] = lambda ended: None,
+    model: TrainedModel, rows: Sequence[Continuation], batch_size: int, on_batch: Callable[[int], None] = lambda _: None
 ) -> None:
     """Continue prompts to their ends, in batches of about one length, the longest first.
 
     Each batch ends with `on_batch(number of continuations that have ended)`.
     """
-    by_length = sorted(continuations, key=lambda continuation: -continuation.length)
+    by_length = sorted(rows, key=lambda row: -row.length)
     for first in range(0, len(by_length), batch_size):
         continue_together(model, by_length[first : first + batch_size])
         on_batch(min(first + batch_size, len(by_length)))
 
 
 def continue_together(model: TrainedModel, continuations: Sequence[Continuation]) -> None:
-    """Continue prompts as one batch to their ends; rows that have ended leave it.
-
-    Raises:
-        DivergenceError: the model's logits are not finite.
-    """
+    """Continue prompts as one batch to their ends; rows that have ended leave it."""
     return_freed_memory()  # which an earlier batch of other lengths has left
     rows = list(continuations)
     given = min(row.length for row in rows)
@@ -202,7 +190,8 @@ def continue_together(model: TrainedModel, continuations: Sequence[Continuation]
         if len(left) < len(rows):
             decoder.keep(left)
             rows = [rows[number] for number in left]
-        logits_bv = decoder.next_logits(torch.tensor([[row.token_at(length)] for row in rows]))
+        next_ids = [[*row.prompt_ids, *row.ids][length] for row in rows]
+        logits_bv = decoder.next_logits(torch.tensor(next_ids)[:, None])
 
 
 # -- the verb
@@ -213,11 +202,6 @@ def generate(config: GenerateConfig) -> Iterator[Continuation]:
 
     A text depends on the model, the settings, the seed, its prompt and the sample's number alone: neither on the other
     prompts nor on the batch, but for sums of floating-point numbers in another order, which can tip a near tie.
-
-    Raises:
-        InputError: settings are wrong, the checkpoint or its tokenizer is missing, or a prompt is too long.
-        CorruptError: the checkpoint is damaged.
-        DivergenceError: the model's logits are not finite.
     """
     if problems := config.problems():
         raise InputError("\n".join(problems))
@@ -246,10 +230,11 @@ def print_generations(config: GenerateConfig) -> None:
     """Continue prompts and print each with its continuation, or as an object a line with `config.json`.
 
     Several are separated by a line before each; a single one has none, so that the output is the text itself.
-
-    Raises:
-        InputError, CorruptError, DivergenceError: those of `generate`.
     """
+    if config.prompts_file is not None:
+        config = replace(config, prompts=(*config.prompts, *read_prompts(config.prompts_file)))
+    if not config.prompts:
+        raise InputError("there is no text to continue; name one with --prompt, or a file of them with --prompts")
     is_single = len(config.prompts) * config.num_samples == 1
     for number, one in enumerate(generate(config)):
         place, sample = divmod(number, config.num_samples)

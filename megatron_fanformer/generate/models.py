@@ -46,14 +46,13 @@ class ModelSource:
     fill: Callable[[list[Any], RankGrid], None]
     """Reads the weights into a stage's chunks."""
 
-    def tokenizer_problems(self, tokenizer: Tokenizer) -> list[str]:
-        """Return a line where a tokenizer's ids lead out of the model's vocabulary."""
-        if tokenizer.vocab_size <= self.config.vocab_size:
-            return []
-        return [
-            f"tokenizer {tokenizer.path} has {tokenizer.vocab_size} ids, the model's vocabulary "
-            f"{self.config.vocab_size}; name the tokenizer that the model was trained with"
-        ]
+    def refuse_larger(self, tokenizer: Tokenizer) -> None:
+        """Raise InputError if a tokenizer's ids lead out of the model's vocabulary."""
+        if tokenizer.vocab_size > self.config.vocab_size:
+            raise InputError(
+                f"tokenizer {tokenizer.path} has {tokenizer.vocab_size} ids, the model's vocabulary "
+                f"{self.config.vocab_size}; name the tokenizer that the model was trained with"
+            )
 
 
 def find_model(checkpoint: Path, *, eod_id: int | None = None) -> ModelSource:
@@ -96,8 +95,7 @@ def find_model_and_tokenizer(
     if path is None:
         raise InputError(f"{source.path} holds no tokenizer; name one with --tokenizer")
     tokenizer = load_tokenizer(path, eod_id=source.end_of_text_id)
-    if problems := source.tokenizer_problems(tokenizer):
-        raise InputError(problems[0])
+    source.refuse_larger(tokenizer)
     return source, tokenizer
 
 

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -13,7 +14,7 @@ from megatron_fanformer.runtime import device
 from megatron_fanformer.terminal import print_loading
 
 SAMPLING = "sampling"
-MOST_BYTES = 1 << 30  # of a file of prompts
+AnyConfig = TypeVar("AnyConfig", "GenerateConfig", "ChatConfig")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +59,6 @@ class _TextConfig(SamplingConfig):
     stop: tuple[str, ...] = option((), repeated=True)
     """End before this string, which is not part of the text; may be repeated."""
 
-    def problems(self) -> list[str]:
-        """Return the rules of single fields that this configuration breaks, one line each."""
-        return [*super().problems(), *(["a stop string is empty; leave it out"] if "" in self.stop else [])]
-
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig(_TextConfig):
@@ -103,31 +100,15 @@ class ChatConfig(_TextConfig):
     """The most tokens of an answer (default: what the model's context holds)"""
 
 
-def _before_generate(config: GenerateConfig) -> tuple[GenerateConfig]:
-    checkpoint = _runnable(config.checkpoint)
-    prompts = config.prompts if config.prompts_file is None else (*config.prompts, *read_prompts(config.prompts_file))
-    if not prompts:
-        raise InputError("there is no text to continue; name one with --prompt, or a file of them with --prompts")
-    print_loading(checkpoint)
-    device.prepare_megatron()
-    return (replace(config, checkpoint=checkpoint, prompts=prompts),)
-
-
-def _before_chat(config: ChatConfig) -> tuple[ChatConfig]:
-    checkpoint = _runnable(config.checkpoint)
-    print_loading(checkpoint)
-    device.prepare_megatron()
-    return (replace(config, checkpoint=checkpoint),)
-
-
-def _runnable(checkpoint: str) -> str:
-    """Return the checkpoint on this machine; anything that cannot be run is reported before torch is imported."""
+def _before(config: AnyConfig) -> tuple[AnyConfig]:
     from megatron_fanformer.checkpoint.remote import on_this_machine
     from megatron_fanformer.convert.recognition import RUNNABLE, recognise
 
-    checkpoint = on_this_machine(checkpoint)
-    recognise(checkpoint, RUNNABLE)
-    return checkpoint
+    checkpoint = on_this_machine(config.checkpoint)
+    recognise(checkpoint, RUNNABLE)  # what cannot be run is reported before torch is imported
+    print_loading(checkpoint)
+    device.prepare_megatron()
+    return (replace(config, checkpoint=checkpoint),)
 
 
 class _Prompt(msgspec.Struct):
@@ -144,7 +125,7 @@ def read_prompts(path: Path) -> list[str]:
             `prompt`.
     """
     try:
-        text = regular_file(path, most_bytes=MOST_BYTES).read_bytes().decode("utf-8-sig")
+        text = regular_file(path).read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise InputError(f"prompts {path} cannot be read ({error.strerror}); name a text or JSON lines file") from error
     except UnicodeDecodeError:
@@ -171,7 +152,7 @@ GENERATE = Verb(
     help="Continue prompts.",
     options=GenerateConfig,
     run="megatron_fanformer.generate.generate:print_generations",
-    before=_before_generate,
+    before=_before,
     examples=(
         'generate runs/demo/run --prompt "def main("',
         "generate exported-folder --prompt Once\n--temperature 0.8 --top-p 0.95 --seed 1",
@@ -184,7 +165,7 @@ CHAT = Verb(
     help="Talk to a model that was fine-tuned on chats.",
     options=ChatConfig,
     run="megatron_fanformer.generate.chat:talk",
-    before=_before_chat,
+    before=_before,
     examples=(
         'chat runs/sft --system "Answer briefly."',
         "chat exported-folder --temperature 0.7 --top-p 0.9",

@@ -26,7 +26,6 @@ from tests.whole_models import export_huggingface
 
 END_OF_TEXT_ID = 0
 PROMPT = "def f(x):"
-GREEDY = SamplingConfig()
 
 
 @dataclasses.dataclass
@@ -103,27 +102,13 @@ def with_model(checkpoint: Path, ask: Any, *arguments: Any, device: DeviceKind =
         return ask(build_model(find_model(checkpoint), grid), *arguments)
 
 
-def new_ids(
-    model: TrainedModel, prompt_ids: list[int], new_tokens: int, sampling: SamplingConfig = GREEDY
-) -> list[int]:
-    """Ids that follow a prompt, greedy unless told otherwise; nothing ends them early."""
-    (ids,) = new_ids_of_many(model, [prompt_ids], [new_tokens], 1, sampling)
-    return ids
-
-
-def new_ids_of_many(
-    model: TrainedModel,
-    prompts: list[list[int]],
-    new_tokens: list[int],
-    batch_size: int,
-    sampling: SamplingConfig = GREEDY,
-) -> list[list[int]]:
-    """Of each prompt its own number of new ids, decoded in batches."""
+def new_ids(model: TrainedModel, prompts: list[list[int]], counts: list[int], batch_size: int) -> list[list[int]]:
+    """Of each prompt its own number of new ids, greedy, decoded in batches; nothing ends them early."""
     rows = [
-        Continuation(Bytes(eod_id=-1), prompt, sampling, max_new_tokens=number)
-        for prompt, number in zip(prompts, new_tokens, strict=True)
+        Continuation(Bytes(eod_id=-1), prompt, SamplingConfig(), max_new_tokens=count)
+        for prompt, count in zip(prompts, counts, strict=True)
     ]
-    continue_all(model, rows, batch_size=batch_size)
+    continue_all(model, rows, batch_size)
     return [row.ids for row in rows]
 
 

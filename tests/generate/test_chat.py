@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_fanformer.cli import main
-from megatron_fanformer.convert.recognition import find_checkpoint
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.generate import chat as chat_module
 from megatron_fanformer.generate.chat import open_chat
@@ -142,13 +141,6 @@ def test_what_cannot_be_answered_is_one_line(exported_chat, monkeypatch, capsys,
     assert main(["chat", str(exported_chat), *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert shown in line
-
-
-def test_a_model_without_a_template_asks_for_one(run_folder, capsys):
-    assert main(["chat", str(run_folder)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"{find_checkpoint(run_folder) / 'tokenizer.json'} has no chat template" in line
-    assert "name a Jinja file as --chat-template, or olmo" in line
 
 
 class Endless:
