@@ -170,7 +170,6 @@ def trial_of(config: ParityConfig, run: RunConfig, small: SmallRun, device: devi
         dtype=config.dtype,
         device=device,
         within_documents=run.data.reset_attention_mask,
-        chats=run.data.is_chats,
         z_loss_coefficient=run.training.z_loss_coefficient,
         grad_reduce_in_fp32=run.precision.grad_reduce_in_fp32,
         kernels=single_process(config.transformer_impl).kernels,

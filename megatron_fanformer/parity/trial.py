@@ -47,8 +47,6 @@ class TrialConfig:
     device: DeviceKind
     within_documents: bool = False
     """Whether attention stays within documents, as `data.reset_attention_mask` has it."""
-    chats: bool = False
-    """Whether the documents are conversations, of which parts are learned: `data.format` is sft."""
     z_loss_coefficient: float = 0.0
     grad_reduce_in_fp32: bool = True
     kernels: KernelsConfig = DEFAULT_KERNELS
@@ -177,19 +175,4 @@ class Samples:
         if self._trial.within_documents:
             begins = torch.rand(model.seq_length, generator=generator) < 1 / DOCUMENT_TOKENS
             sample[DOCUMENT_IDS] = begins.cumsum(0).int()
-        if self._trial.chats:  # nothing is learned of a step's first micro batch, and unequal numbers of the others
-            is_silent = number % self._trial.global_batch_size < self._trial.micro_batch_size
-            sample["loss_mask"] = _answers(sample[DOCUMENT_IDS], generator) * (not is_silent)
         return sample
-
-
-def _answers(document_ids_s: Tensor, generator: torch.Generator) -> Tensor:
-    """Return the loss mask of packed conversations, [s]: each ends with an answer, whose last token predicts
-    nothing.
-    """
-    lengths = document_ids_s.unique_consecutive(return_counts=True)[1].tolist()
-    first_learned = [int(torch.randint(length, (), generator=generator)) for length in lengths]
-    places = [torch.arange(length) for length in lengths]
-    return torch.cat(
-        [(place >= first) & (place < len(place) - 1) for place, first in zip(places, first_learned, strict=True)]
-    ).float()

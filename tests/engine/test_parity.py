@@ -117,12 +117,12 @@ def test_context_parallelism_by_heads_within_documents(
     engine_pool: RankPool, tmp_path: Path, layouts: tuple[str, ...]
 ) -> None:
     """By the Engine's variable-length attention, without its context parallelism; a document is on several ranks."""
-    assert_close(compare_on_engine(engine_pool, test_matrix.within_documents(tmp_path), layouts, steps=2))
+    assert_close(compare_on_engine(engine_pool, write_config(tmp_path, **test_matrix.DOCUMENTS), layouts, steps=2))
 
 
 @pytest.mark.full  # in bf16 by the fused kernel, which tests/engine/test_layers.py holds in each run
 def test_context_parallelism_by_heads_in_bf16(engine_pool: RankPool, tmp_path: Path) -> None:
-    file = test_matrix.within_documents(tmp_path, "chats")
+    file = write_config(tmp_path, **test_matrix.DOCUMENTS)
     compare_on_engine(engine_pool, file, BY_HEADS[:3], steps=2, dtype="bf16").check()
 
 

@@ -5,13 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.parity.reordering import Reordering
-from megatron_fanformer.parity.run import ParityResult, trial_of
-from megatron_fanformer.parity.shrinking import shrink
-from megatron_fanformer.parity.trial import Samples
+from megatron_fanformer.parity.run import ParityResult
 from megatron_fanformer.parity.verb import ParityConfig, read_layouts
 from megatron_fanformer.runtime.rank_pool import RankPool
 from tests.parity.test_parity import compare, write_config
@@ -77,18 +73,14 @@ MUON = {
     "optimizer": {"name": "muon", "lr": 1e-3, "clip_grad": 0.1},
 }
 # Two samples a micro batch: they are one row then, of which a rank's part ends within a sample.
-APART: dict[str, dict[str, Any]] = {
-    name: {"data": {"train_data": ["none"], **data}, "training": {**TRAINING, "micro_batch_size": 2}}
-    for name, data in {"documents": {"reset_attention_mask": True}, "chats": {"format": "sft"}}.items()
+DOCUMENTS: dict[str, dict[str, Any]] = {
+    "data": {"train_data": ["none"], "reset_attention_mask": True},
+    "training": {**TRAINING, "micro_batch_size": 2},
 }
 
 
 def in_bf16(name: str) -> dict[str, object]:
     return {"name": name, "lr": 1e-3, "clip_grad": 0.1, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
-
-
-def within_documents(folder: Path, data: str = "documents") -> Path:
-    return write_config(folder, **APART[data])
 
 
 def full(*values: object, name: str) -> Any:
@@ -129,7 +121,7 @@ def long_pool() -> Iterator[RankPool]:
         pytest.param(MUON, TWO, 2, id="Muon, norms of heads, z-loss"),
         full(MUON, (*PAIRS, *COMBINED, *OWNERS_OVER_BOTH), 2, name="Muon in more layouts"),
         full({}, BY_HEADS, 2, name="heads for parts of the sequence"),  # within documents each run has one
-        *(full(sections, WITHIN_DOCUMENTS, 2, name=f"apart: {name}") for name, sections in APART.items()),
+        full(DOCUMENTS, WITHIN_DOCUMENTS, 2, name="within documents"),
         *(full({}, LAYOUTS[at : at + 4], 100, name=f"a hundred steps, from {at}") for at in range(0, len(LAYOUTS), 4)),
     ],
 )
@@ -151,24 +143,6 @@ def test_every_layout(
     assert_close(compare(long_pool, file, *legal, steps=steps))
 
 
-def test_of_chats_answers_are_learned_and_micro_batches_have_unequal_numbers_of_tokens(tmp_path: Path) -> None:
-    config = ParityConfig(file=within_documents(tmp_path, "chats"), layouts=("dp=2",))
-    run, named = read_layouts(config)
-    small = shrink(run.model, run.training.micro_batch_size, [layout.parallel for layout in named.values()])
-    trial = trial_of(config, run, small, "cpu")
-    samples = Samples(trial, Reordering(trial.model, trial.global_batch_size, 0))
-    learned = []
-    for number in range(trial.global_batch_size):
-        mask, documents = samples[number]["loss_mask"], samples[number]["document_ids"]
-        ends = torch.cat([documents[1:] != documents[:-1], torch.ones(1, dtype=torch.bool)])
-        begins = (mask[1:] > mask[:-1]) & ~ends[:-1]
-        assert not mask[ends].any()
-        assert begins.sum() <= documents[-1] + 1  # one answer of a conversation
-        learned.append(int(mask.sum()))
-    micro = torch.tensor(learned).view(-1, trial.micro_batch_size).sum(1)
-    assert micro[0] == 0 and len(micro.unique()) == len(micro)
-
-
 def test_a_layout_that_cannot_keep_attention_within_documents(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"layout 'cp=2': data\.reset_attention_mask with .*cp_comm_type to a2a"):
-        read_layouts(ParityConfig(file=within_documents(tmp_path), layouts=("cp=2",)))
+        read_layouts(ParityConfig(file=write_config(tmp_path, **DOCUMENTS), layouts=("cp=2",)))
