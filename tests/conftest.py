@@ -139,10 +139,10 @@ def run_on_ranks(rank_pool: RankPool) -> Callable[..., list[Any]]:
 @pytest.fixture(scope="session")
 def forked_workers() -> None:
     """Workers of `prepare` in this process are forked off a server that has imported all: see `prepare/forked`."""
-    from megatron_fanformer.prepare import workers
+    from megatron_fanformer.prepare import pipeline
 
-    workers.CONTEXT = multiprocessing.get_context("forkserver")
-    workers.CONTEXT.set_forkserver_preload(["tests.prepare.forked"])
+    pipeline.CONTEXT = multiprocessing.get_context("forkserver")
+    pipeline.CONTEXT.set_forkserver_preload(["tests.prepare.forked"])
     with mock.patch.dict(os.environ, PYTHONPATH=str(Path(__file__).parents[1])):
         forkserver.ensure_running()
 

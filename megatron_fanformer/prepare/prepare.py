@@ -23,10 +23,9 @@ from megatron_fanformer.prepare.inputs import (
     recorded_path,
 )
 from megatron_fanformer.prepare.outputs import check_output, is_whole
-from megatron_fanformer.prepare.pipeline import ProgressListener, encode_shard, merge, run, shard_prefix
+from megatron_fanformer.prepare.pipeline import Job, ProgressListener, encode_shard, merge, run, shard_prefix
 from megatron_fanformer.prepare.shards import difference_of, folder_path, is_unchanged, work_folder
 from megatron_fanformer.prepare.verb import PrepareConfig, Shard
-from megatron_fanformer.prepare.workers import Job
 from megatron_fanformer.processes import ended_by_stop_signals
 from megatron_fanformer.runtime.device import quieten_libraries
 from megatron_fanformer.terminal import phases, plural, show
@@ -87,7 +86,7 @@ def prepare_files(config: PrepareConfig) -> None:
 @contextmanager
 def _progress(title: str) -> Iterator[ProgressListener]:
     with phases(title) as report:
-        yield lambda progress: report(title, progress.describe())
+        yield lambda documents, share: report(title, f"{plural(documents, 'document')}, {share:.0%} of the input")
 
 
 def prepare(
@@ -96,11 +95,8 @@ def prepare(
     """Tokenize all documents or conversations of the inputs into token files, their ledger and their manifest.
 
     Each document becomes one sequence, ended by the end-of-text id, in the order of the inputs (sorted) and of
-    their lines. Lines that are not documents are counted by reason. If the same preparation is already
-    complete, nothing is done; if it was interrupted, it continues, to the same bytes. `progress` is called as
-    the work proceeds. `files` are some files of `input_files`, in that order, for a preparation of these alone.
-
-    On an error, no output is left that looks complete; finished shards stay in PREFIX.parts for the next run.
+    their lines. If the same preparation is already complete, nothing is done; if it was interrupted, it continues, to
+    the same bytes. `files` are some files of `input_files`, in that order, for a preparation of these alone.
 
     Raises:
         InputError: missing or unusable input, tokenizer or output; an output prefix that exists with other
@@ -120,11 +116,7 @@ def prepare(
 
 
 def prepare_shard(config: PrepareConfig, shard: Shard, progress: ProgressListener | None = None) -> list[str]:
-    """Encode one of the shards that `prepare` merges; returns lines for the user.
-
-    Raises:
-        InputError, CorruptError, FanformerError: as `prepare`.
-    """
+    """Encode one of the shards that `prepare` merges; returns lines for the user. Raises as `prepare`."""
     job, tokenizer = _job(config, None)
     if _existing(job) is not None:
         return [ALREADY_THERE.format(config.output)]
@@ -166,11 +158,7 @@ def _with_encoder(job: Job, config: PrepareConfig, tokenizer: Tokenizer) -> Job:
 
 
 def input_files(config: PrepareConfig) -> list[InputFile]:
-    """Return the files that the inputs name, of the kind that is read.
-
-    Raises:
-        InputError: as `expand_inputs`.
-    """
+    """Return the files that the inputs name, of the kind that is read. Raises InputError as `expand_inputs`."""
     suffixes = (NPY_SUFFIX,) if config.from_npy else CHAT_SUFFIXES if config.chat else DOCUMENT_SUFFIXES
     files = expand_inputs(config.inputs, suffixes)
     if config.from_npy and (remote := next((file for file in files if isinstance(file, RemoteInput)), None)):
@@ -249,11 +237,8 @@ def _existing(job: Job) -> Manifest | None:
 def prepare_both(config: PrepareConfig, parts: int) -> None:
     """Prepare the last of `parts` shares of the inputs, and then the others, each as a preparation by itself.
 
-    Training comes last, so that validation is complete where PREFIX is.
-
-    Raises:
-        InputError: there are fewer files than parts; or as `prepare`.
-        CorruptError, FanformerError: as `prepare`.
+    Training comes last, so that validation is complete where PREFIX is. Raises InputError where there are fewer files
+    than parts, and as `prepare`.
     """
     if parts < 2:
         raise InputError(f"--hold-out is {parts}; it must be at least 2, a part for validation and one for training")
@@ -279,7 +264,7 @@ def prepare_both(config: PrepareConfig, parts: int) -> None:
 
 
 def last_share(files: Sequence[InputFile], parts: int) -> list[InputFile]:
-    """Return the last share of files, which are shared about equally by bytes of text.
+    """Return the last of `parts` shares of files, about equal by bytes of text.
 
     The largest file goes first, each to the share that has the fewest bytes yet; of equal ones the order of paths and
     of shares decides, so that the same files give the same shares.

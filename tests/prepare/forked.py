@@ -8,7 +8,7 @@ import pyarrow.parquet  # noqa: F401
 import sentencepiece  # noqa: F401
 import tokenizers  # noqa: F401
 
-from megatron_fanformer.prepare import workers
+from megatron_fanformer.prepare import pipeline
 from megatron_fanformer.processes import end_with_parent
 
-workers.end_with_owner = end_with_parent
+pipeline.end_with_owner = end_with_parent

@@ -4,16 +4,16 @@ import os
 import signal
 from pathlib import Path
 
-from megatron_fanformer.prepare import workers
+from megatron_fanformer.prepare import pipeline
 from megatron_fanformer.prepare.shards import ShardRecord
 
 DEATHS = "deaths"
-encode_file = workers.encode_file
+encode_file = pipeline.encode_file
 
 
 def encode_or_die(number: int) -> ShardRecord:
     """In place of `encode_file`."""
-    path = workers._arguments[0].files[number]
+    path = pipeline._arguments[0].files[number]
     assert isinstance(path, Path)
     left = int((deaths := path.with_name(DEATHS)).read_text())
     if left and number == 0:

@@ -21,8 +21,6 @@ from typing import Any
 import pyarrow.parquet  # noqa: F401
 import sentencepiece  # noqa: F401
 
-import megatron_fanformer.prepare.prepare
-import megatron_fanformer.prepare.workers  # noqa: F401
 from megatron_fanformer.cli import main
 from megatron_fanformer.prepare.outputs import Assembler
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fanformer.errors import FanformerError
-from megatron_fanformer.prepare import workers
+from megatron_fanformer.prepare import pipeline
 from tests.patience import wait_until
 from tests.prepare import commands
 from tests.prepare.making import Prepare, WriteLines, as_line, hashes
@@ -29,7 +29,7 @@ def test_a_worker_that_dies_has_its_file_tried_once_more(
 ) -> None:
     file = write_lines("a.jsonl", [as_line("some words")])
     prepare(tmp_path / "expected" / "out", file)
-    monkeypatch.setattr(workers, "encode_file", encode_or_die)
+    monkeypatch.setattr(pipeline, "encode_file", encode_or_die)
     file.with_name(DEATHS).write_text("1")
     prepare(tmp_path / "new" / "out", file)
     assert file.with_name(DEATHS).read_text() == "0"
@@ -44,7 +44,7 @@ def test_the_files_beside_one_that_kills_its_worker_are_done(
     tmp_path: Path, write_lines: WriteLines, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = [write_lines(f"{number}.jsonl", [as_line("some words")]) for number in range(5)]
-    monkeypatch.setattr(workers, "encode_file", encode_or_die)
+    monkeypatch.setattr(pipeline, "encode_file", encode_or_die)
     files[0].with_name(DEATHS).write_text("2")
     with pytest.raises(
         FanformerError, match=r"^two workers died while preparing \S*0\.jsonl .*short; what is done stays"
@@ -57,8 +57,7 @@ def test_the_files_beside_one_that_kills_its_worker_are_done(
 def test_workers_import_neither_torch_nor_megatron() -> None:
 
     code = (
-        "import sys, megatron_fanformer.prepare.workers, megatron_fanformer.prepare.prepare;"
-        "print({'torch', 'megatron', 'transformers'} & set(sys.modules))"
+        "import sys, megatron_fanformer.prepare.prepare;print({'torch', 'megatron', 'transformers'} & set(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
