@@ -45,7 +45,6 @@ from megatron_fanformer.train.machine_rules import (
     layer_problems,
 )
 from megatron_fanformer.train.recovery import read_events
-from megatron_fanformer.train.run_log import log_if_slow
 
 KEPT = ("training.seed", "training.global_batch_size", "optimizer.name")
 """Fields that a run keeps when it is resumed, as it does its model."""
@@ -194,8 +193,7 @@ def check_data(config: RunConfig) -> CheckedData:
         InputError: a file is missing, or there is too little data.
         CorruptError: files are damaged.
     """
-    with log_if_slow("reading the indices of the token files"):
-        data = check_files(config.data, config.model.vocab_size)
+    data = check_files(config.data, config.model.vocab_size)
     if not config.data.is_chats:  # those have been packed
         train_samples, valid_samples = drawn_samples(config)
         counts = SampleCounts(data, config.model.seq_length)
@@ -295,8 +293,8 @@ def _find_checkpoints(config: RunConfig) -> tuple[tuple[Path, ...], Damaged, Pat
     if run.exists() and not run.is_dir():
         raise InputError(f"training.run_dir {run} is a file; name a folder")
     if config.checkpoint.mirror is not None:
-        with log_if_slow(f"looking for a newer checkpoint on {redacted(config.checkpoint.mirror)}"):
-            fetch_newer(config.checkpoint.mirror, run, use_earlier=use_earlier)
+        logger.info("looking for a newer checkpoint on %s", redacted(config.checkpoint.mirror))
+        fetch_newer(config.checkpoint.mirror, run, use_earlier=use_earlier)
     checkpoints = run_folder.checkpoints_to_resume(run)
     damaged: list[tuple[Path, CorruptError]] = []
     for number, checkpoint in enumerate(checkpoints):

@@ -15,7 +15,7 @@ import math
 import os
 import statistics
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -100,10 +100,9 @@ class EventLog:
 
     def __init__(self, run: Path, past: list[dict[str, Any]], *, writes: bool) -> None:
         self._path, self._writes = run / RECOVERY, writes
-        self._counts: Counter[str] = Counter()
-        self._skipped: set[int] = set()
+        self._steps: dict[str, list[int]] = {}
         for event in past:
-            self._count(str(event["event"]), event["step"])
+            self._steps.setdefault(event["event"], []).append(event["step"])
 
     def begin(self) -> None:
         """Mark that a run begins from step 0: events before belong to an earlier run in the same folder."""
@@ -112,7 +111,7 @@ class EventLog:
 
     def add(self, event: Event, step: int, **facts: Any) -> None:
         """Record an event; `facts` are plain values."""
-        self._count(event, step)
+        self._steps.setdefault(event, []).append(step)
         if self._writes:
             self._append(event, step, **facts)
 
@@ -125,17 +124,9 @@ class EventLog:
             is_torn = size and file.read() != b"\n"  # by a crash, or a full disk
             file.write(b"\n" * bool(is_torn) + line.encode() + b"\n")
 
-    def _count(self, event: str, step: int) -> None:
-        """Count each event, except the repetition of a skipped step after the run went back."""
-        if event == "skipped" and step in self._skipped:
-            return
-        self._counts[event] += 1
-        if event == "skipped":
-            self._skipped.add(step)
-
     def totals(self) -> dict[str, int]:
-        """Return the count of each kind of event so far, for the metrics."""
-        return {TOTALS[event]: count for event, count in self._counts.items()}
+        """Return the count of each kind of event so far, for the metrics; a step that is skipped again counts once."""
+        return {TOTALS[event]: len(set(steps) if event == "skipped" else steps) for event, steps in self._steps.items()}
 
 
 class BadSteps:

@@ -7,7 +7,6 @@ rank, with Python's warnings and the traceback of the error that ended the rank.
 
 import faulthandler
 import logging
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,7 +18,6 @@ from megatron_fanformer.terminal import FILE_ONLY
 
 PACKAGE = "megatron_fanformer"
 PYTHON_WARNINGS = "py.warnings"  # the logger that logging.captureWarnings writes to
-SLOW_SECONDS = 1.0  # after which a part of a run's start is logged
 
 logger = logging.getLogger(__name__)
 
@@ -89,18 +87,6 @@ def run_log(rank: int) -> Iterator[RunLog]:
         logging.captureWarnings(False)
         package.setLevel(level)
         log.close()
-
-
-@contextmanager
-def log_if_slow(doing: str) -> Iterator[None]:
-    """Log the name of a part of a run's start, once it has taken a second."""
-    timer = threading.Timer(SLOW_SECONDS, logger.info, [doing])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 class _Output(Console):

@@ -29,7 +29,6 @@ from megatron_fanformer.train.phase_health import PhaseHealth
 from megatron_fanformer.train.preflight import RunStart, find_start, with_train_iters
 from megatron_fanformer.train.profiling import Profiler
 from megatron_fanformer.train.recovery import BadSteps, EventLog
-from megatron_fanformer.train.run_log import log_if_slow
 from megatron_fanformer.train.samples import read_batches, run_datasets
 from megatron_fanformer.train.saves import Checkpointer
 from megatron_fanformer.train.schedule import build_scheduler
@@ -70,8 +69,7 @@ class Trainer:
         self._listener = InterruptListener(self.run, minutes) if grid.is_main else InterruptListener()
         self._interrupts = Interrupts()  # of any rank, at the end of the current step
         seed_everything(config.training.seed, graphable=config.kernels.cuda_graph_impl != "none")
-        with log_if_slow("building the model"):
-            self._build()
+        self._build()
         self._saves = Checkpointer(config, grid, self._listener, note_saved=lambda: self._bad_steps.note_saved())
         self._num_micro_batches = config.num_micro_batches(grid.data_parallel_size)
         self._evaluation = Evaluation(config, start.evaluation, grid)
@@ -344,9 +342,8 @@ class Trainer:
         if loaded:
             from megatron_fanformer.checkpoint.training_state import load_weights  # as in `Checkpointer._saver`
 
-            with log_if_slow(f"loading the weights of {loaded}"):
-                load_weights(loaded, self._stages, grid)
-            logger.debug("starts with the weights of %s", loaded)
+            logger.debug("loading the weights of %s", loaded)
+            load_weights(loaded, self._stages, grid)
         in_fp32 = config.precision.grad_reduce_in_fp32
         self._wrapped = wrap_stages(self._stages, config.parallel, grad_reduce_in_fp32=in_fp32)
         self._optimizer = build_optimizer(config.optimizer, self._wrapped)
@@ -376,12 +373,10 @@ class Trainer:
         Raises:
             CorruptError: all are, or the first is and no other is to be used.
         """
-        started = time.monotonic()
         damaged = [] if damaged is None else damaged
         for checkpoint in candidates:
             try:
-                with log_if_slow(f"loading {checkpoint}"):
-                    self._load_checkpoint(checkpoint)
+                self._load_checkpoint(checkpoint)
                 break
             except CorruptError as error:
                 damaged.append((checkpoint, error))
@@ -394,7 +389,7 @@ class Trainer:
         for path, reason in damaged:
             logger.warning("%s; it is set aside, and the run goes on from %s", reason, checkpoint.name)
             self._events.add("earlier_checkpoint", self.step, damaged=path.name, reason=str(reason))
-        logger.debug("loaded %s in %.1f s", checkpoint, time.monotonic() - started)
+        logger.debug("loaded %s", checkpoint)
 
     def _load_checkpoint(self, checkpoint: Path) -> None:
         from megatron_fanformer.checkpoint.training_state import load_training_state  # as in `Checkpointer._saver`
@@ -416,10 +411,7 @@ class Trainer:
         self._scheduler.step(self.step)
 
     def _load_data(self) -> None:
-        started = time.monotonic()
-        with log_if_slow("finding the order of the samples"):
-            self._data = run_datasets(self.config, self._start.data)
-        logger.debug("built the datasets in %.1f s", time.monotonic() - started)
+        self._data = run_datasets(self.config, self._start.data)
         self._seen = SeenSources(
             self.config,
             self._start.data,

@@ -19,8 +19,17 @@ from rich.console import Console
 from megatron_fanformer.checkpoint.run_folder import METRICS
 from megatron_fanformer.errors import DivergenceError, FanformerError, InputError, Interrupted
 from megatron_fanformer.train.config import config_from_dict
-from megatron_fanformer.train.logger_kinds import RUN_ID, TENSORBOARD_FOLDER, JSONLines, Logger, Start, TensorBoard
-from megatron_fanformer.train.loggers import LOGGERS, Loggers, LoggingConfig
+from megatron_fanformer.train.loggers import (
+    LOGGERS,
+    RUN_ID,
+    TENSORBOARD_FOLDER,
+    JSONLines,
+    Logger,
+    Loggers,
+    LoggingConfig,
+    Start,
+    TensorBoard,
+)
 from megatron_fanformer.train.metrics import METRIC_TABLE, last_metrics, metric_of, read_metrics
 from megatron_fanformer.train.preflight import machine_problems
 from megatron_fanformer.train.start import _train
@@ -202,7 +211,6 @@ STEPS = 12
 class LossFile(Logger):
     """A line a step: its loss, or why it has none."""
 
-    files = ("losses.txt",)
     begun_after: ClassVar[list[int]] = []
 
     def __init__(self, start: Start) -> None:

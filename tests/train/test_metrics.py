@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megatron_fanformer.train import logger_kinds
+from megatron_fanformer.train import loggers
 from megatron_fanformer.train.loggers import LoggingConfig
 from megatron_fanformer.train.metrics import (
     METRIC_TABLE,
@@ -29,11 +29,11 @@ def test_the_time_left_is_that_of_the_steps_to_come(
     monkeypatch: pytest.MonkeyPatch, done: int, step: int, passed: float, left: str
 ) -> None:
     now = [1000.0]
-    monkeypatch.setattr(logger_kinds, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(loggers, "time", SimpleNamespace(monotonic=lambda: now[0]))
     written = io.StringIO()
     logging = LoggingConfig(log_interval=1)
     begun = dataclasses.replace(start(Path(), step=done), logging=logging, console=Console(file=written))
-    line = logger_kinds.ProgressLine(begun)
+    line = loggers.ProgressLine(begun)
     now[0] += passed
     line.write(step, {"loss": 2.0, "tokens_per_second": 1000.0})
     line.close()
