@@ -24,7 +24,15 @@ from megatron_fanformer.durable_files import new_folder, publish, write_atomical
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError, redacted
 from megatron_fanformer.options import PROGRAM
 from megatron_fanformer.runtime.device import cache_folder
-from megatron_fanformer.stores import driver_of, is_url, make_folder, names_in, query, reported_as_local, with_attempts
+from megatron_fanformer.stores import (
+    PAUSES_SECONDS,
+    driver_of,
+    is_url,
+    make_folder,
+    names_in,
+    query,
+    reported_as_local,
+)
 from megatron_fanformer.terminal import print_stderr
 
 RECORDS = (run_folder.CONFIG, run_folder.METRICS, run_folder.RECOVERY)
@@ -207,10 +215,15 @@ class Mirror:
 
         name, started = checkpoint.name, time.monotonic()
         try:
-            with_attempts(lambda: RemoteRun(url).copy(checkpoint, keep=self._keep), failed)
-        except Exception as error:
-            reason = str(error) if isinstance(error, FanformerError) else "each attempt failed"
-            logger.warning("%s is given up until the next one is published (%s)", name, reason)
+            query(
+                url,
+                lambda: RemoteRun(url).copy(checkpoint, keep=self._keep),
+                pauses=PAUSES_SECONDS,
+                patience=float("inf"),
+                report=failed,
+            )
+        except FanformerError as error:
+            logger.warning("%s is given up until the next one is published (%s)", name, error)
         else:
             self._copied = name
             logger.info("copied %s to %s in %.1f s", name, redacted(url), time.monotonic() - started)

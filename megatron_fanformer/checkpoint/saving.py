@@ -26,7 +26,6 @@ from torch.distributed.checkpoint import CheckpointException
 from megatron_fanformer.checkpoint import megatron_versions, run_folder
 from megatron_fanformer.checkpoint.manifest import write_rank_sums
 from megatron_fanformer.checkpoint.training_state import training_state
-from megatron_fanformer.durable_files import full_disk, write_refusal
 from megatron_fanformer.errors import DivergenceError, FanformerError
 from megatron_fanformer.runtime.agreement import of_every_rank, on_main, reported_by_main
 from megatron_fanformer.runtime.parallel import RankGrid
@@ -202,9 +201,6 @@ class CheckpointSaver:
     def _failure(self, step: int, reason: str, unfinished: Path | None) -> FanformerError:
         """Remove an unfinished checkpoint, and return the error that says why."""
         if unfinished is not None:
-            full = full_disk(unfinished) if unfinished.is_dir() else None
-            if full is not None:  # torch's writer does not name a full disk
-                reason = write_refusal(full, unfinished)
             shutil.rmtree(unfinished, ignore_errors=True)  # its space may be what was missing
         return FanformerError(
             f"the checkpoint of step {step} was not written to {self._checkpoints} ({reason}); {REMEDY}"

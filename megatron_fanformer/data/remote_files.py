@@ -102,7 +102,11 @@ def _driver_of(url: str) -> Any:
 def _request(url: str, method: str, *, refused_is_missing: bool = False, **options: Any) -> Any:
     """Call a method of a store's driver with the path of a URL; return None where there is no such file."""
     attempt = functools.partial(_attempt, url, method, options, refused_is_missing)
-    return query(url, attempt, pauses=PAUSES_SECONDS, patience=PATIENCE_SECONDS, log=logger.debug)
+    return query(url, attempt, pauses=PAUSES_SECONDS, patience=PATIENCE_SECONDS, report=_note)
+
+
+def _note(attempt: int, reason: str) -> None:
+    logger.debug("attempt %d: %s", attempt, reason)
 
 
 def _attempt(url: str, method: str, options: dict[str, Any], refused_is_missing: bool) -> Any:

@@ -18,7 +18,7 @@ from megatron_fanformer.data.chats import IDS_NPY, MASK_NPY, MASK_SUFFIX
 from megatron_fanformer.data.ledger import CUT, LEDGER_SUFFIX, LedgerWriter
 from megatron_fanformer.data.manifest import MANIFEST_SUFFIX, FileRecord, Format, Manifest, Settings, TokenFiles
 from megatron_fanformer.data.token_files import DTYPES, INDEX_HEADER, INDEX_MAGIC
-from megatron_fanformer.durable_files import NO_SPACE, naming, sha256_of, sync, write_refusal
+from megatron_fanformer.durable_files import NO_SPACE, naming, sha256_of, sync
 from megatron_fanformer.errors import FanformerError, InputError
 from megatron_fanformer.prepare.shards import ShardFiles, ShardRecord, WorkFolder
 from megatron_fanformer.stores import is_url
@@ -183,7 +183,7 @@ def writing_to(prefix: str) -> Iterator[None]:
     except OSError as error:
         remedy = "free space" if error.errno in NO_SPACE else "repair the disk"
         raise FanformerError(
-            f"writing {prefix} failed ({write_refusal(error, prefix)}); {remedy}, and run the same command to continue"
+            f"writing {prefix} failed ({error.strerror or error}); {remedy}, and run the same command to continue"
         ) from error
 
 

@@ -30,7 +30,7 @@ from megatron_fanformer.data.manifest import (
     encode_manifest,
     manifest_path,
 )
-from megatron_fanformer.durable_files import write_atomically, write_refusal
+from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError
 from megatron_fanformer.prepare.chats import ChatEncoder
 from megatron_fanformer.prepare.documents import DocumentFile
@@ -148,7 +148,7 @@ def encode_file(number: int) -> ShardRecord:
         # Reading errors carry the file's name; libraries that write seldom give one.
         name = error.filename or folder
         what = "cannot be read" if str(name) == str(path) else "cannot be written"
-        reason = f"{name} {what} ({write_refusal(error, name)}); check its disk"
+        reason = f"{name} {what} ({error.strerror or error}); check its disk"
         raise FanformerError(f"{reason}, and run the same command to continue") from None
     except Exception as error:
         failure = FanformerError(f"{path} could not be prepared ({type(error).__name__}: {error})")

@@ -10,6 +10,7 @@ One process at a time holds its lock. When the preparation is complete, it is re
 """
 
 import os
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,7 +25,7 @@ from msgspec.structs import asdict
 
 from megatron_fanformer.data import ledger
 from megatron_fanformer.data.manifest import Encoding, InputRecord, Manifest, RefusedLine, Settings, TokenizerRecord
-from megatron_fanformer.durable_files import empty, remove_with_lock, take_lock, write_atomically
+from megatron_fanformer.durable_files import take_lock, write_atomically
 from megatron_fanformer.errors import InUseError
 from megatron_fanformer.prepare.encoding import EncodedBlock
 from megatron_fanformer.prepare.inputs import InputFile, input_sha256, recorded_path
@@ -214,7 +215,9 @@ class WorkFolder:
 
     def end(self) -> None:
         """Remove all but the lock: nothing is left to be continued, and the folder goes when it is released."""
-        empty(self.path, except_for=self.path / LOCK)
+        for path in self.path.iterdir():
+            if path.name != LOCK:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     @property
     def holds_shards(self) -> bool:
@@ -241,7 +244,8 @@ def work_folder(prefix: str) -> Iterator[WorkFolder]:
     try:
         yield work
     finally:
-        if work.path.exists() and not work.holds_shards:
-            remove_with_lock(work.path, work.path / LOCK, lock)
-        else:
-            os.close(lock)
+        if not work.holds_shards:
+            shutil.rmtree(work.path, ignore_errors=True)
+        os.close(lock)
+        with suppress(OSError):  # a network file system keeps an open file under another name until it is closed
+            work.path.rmdir()

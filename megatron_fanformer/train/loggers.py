@@ -18,7 +18,7 @@ import msgspec
 import yaml
 
 from megatron_fanformer.checkpoint.run_folder import CONFIG, METRICS, metrics_entry
-from megatron_fanformer.durable_files import naming, regular_file, write_atomically, write_refusal
+from megatron_fanformer.durable_files import naming, regular_file, write_atomically
 from megatron_fanformer.errors import InputError, broken_fields
 from megatron_fanformer.train.metrics import console_text, dashboard_name, numbers
 
@@ -330,7 +330,7 @@ class Loggers:
                     with self._left_out_if_it_fails(name, kind):
                         self._open[name] = kind(start)
         except OSError as error:
-            reason = f"cannot be written ({write_refusal(error, self._run)}); free space, or name another"
+            reason = f"cannot be written ({error.strerror or error}); free space, or name another"
             raise InputError(f"training.run_dir {self._run} {reason}") from error
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:

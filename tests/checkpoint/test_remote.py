@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from megatron_fanformer import stores
-from megatron_fanformer.checkpoint import run_folder
+from megatron_fanformer.checkpoint import remote, run_folder
 from megatron_fanformer.checkpoint.manifest import MANIFEST, FileSums, read_manifest
 from megatron_fanformer.checkpoint.remote import Mirror, RemoteRun, fetch_checkpoint, fetch_newer
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError, redacted
@@ -113,7 +113,7 @@ def test_a_failed_copy_is_tried_again_and_then_the_next_checkpoint_is(
     mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pauses = [0.001 * number for number in range(6)]
-    monkeypatch.setattr(stores.with_attempts, "__defaults__", (pauses, *stores.with_attempts.__defaults__[1:]))  # type: ignore[index]
+    monkeypatch.setattr(remote, "PAUSES_SECONDS", pauses)
     FailingFiles.target, FailingFiles.kind = 2, "refused"
     mirror.offer(save(tmp_path / "run", 1))
     mirror.finish(lambda: False)
