@@ -178,16 +178,14 @@ def shared_batches(
 ) -> Generator[dict[str, Tensor], None, None]:
     """Return the micro batches of a stream that the group's first rank opens, on all ranks of the group.
 
-    Taking one is a collective call. In a group of one rank they are the stream itself.
+    Taking one is a collective call, and raises the stream's own error on all. In a group of one rank they are the
+    stream itself.
 
     Args:
-        read: opens the stream, of `data.batches.BATCH_FIELDS` (and `document_ids`, where `has_document_ids` says so),
-            [b, s] on the CPU; called on the first rank alone.
+        read: opens the stream, of `BATCH_FIELDS` and perhaps `document_ids`, [b, s] on the CPU; called on the first
+            rank alone.
         group: whose tensors are on the CPU: `RankGrid.samples_group`.
         is_used: False where a step needs none (`RankGrid.takes_samples`): micro batches of zeros, which nobody reads.
-
-    Raises:
-        FanformerError: the stream's own error, as in `runtime.agreement.raise_on_all`.
     """
     shape = (micro_batch_size, seq_length)
     if not is_used:

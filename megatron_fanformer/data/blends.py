@@ -214,20 +214,11 @@ def blend_problems(name: str, items: Sequence[Word]) -> list[str]:
         return [f"{name}: {redacted(chain)} is a chain of URLs; name the store's own" for chain in chains]
     problems = [problem for path in paths if is_url(path) and (problem := password_problem(name, path))]
     return problems + [
-        f"{name}: {path} does not exist; {_remedy(source)}"
+        f"{name}: {path} does not exist; name .npy files, or the prefix of a .bin and .idx pair, as prepare writes it"
         for source in blend.sources
         for path in source.files
         if not path.is_file()
     ]
-
-
-def _remedy(source: Source) -> str:
-    if source.is_npy:
-        return "name .npy files of token ids"
-    for name in (f"{source.paths[0]}{NPY_SUFFIX}", f"@{source.paths[0]}.blend"):
-        if Path(name.removeprefix("@")).is_file():
-            return f"name {name}"
-    return "name the prefix of a .bin and .idx pair, as prepare writes it"
 
 
 def split_problems(split: str) -> list[str]:

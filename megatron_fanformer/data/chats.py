@@ -207,10 +207,7 @@ def first_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """Return [n] int64: the bin of each item, which is the first one that has room for it.
 
     A tree over the room that is left finds that bin in a logarithm of their number; its root knows the largest room.
-
-    Args:
-        lengths: [n] integers from 1 to `capacity`, in the order in which they are placed.
-        capacity: of a bin.
+    `lengths` are [n] integers from 1 to `capacity`, in the order in which they are placed.
     """
     # No two bins are at most half full: what the later one holds would have gone into the earlier.
     most_bins = min(len(lengths), 2 * int(lengths.sum()) // capacity + 1)
@@ -267,11 +264,9 @@ class Packing:
 
 
 def pack(lengths: np.ndarray, capacity: int, *, seed: int) -> Packing:
-    """Pack conversations into samples, first fit in an order drawn from the seed.
+    """Pack conversations of [n] tokens into samples of `capacity`, first fit in an order drawn from the seed.
 
-    Args:
-        lengths: [n] tokens of each; a longer one than a sample fills it, and empty ones are left out.
-        capacity: tokens of a sample.
+    A longer one than a sample fills it, and empty ones are left out.
     """
     order = np.random.Generator(np.random.PCG64(seed)).permutation(np.flatnonzero(lengths))
     fitted = np.minimum(lengths[order], capacity)

@@ -8,7 +8,6 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -81,8 +80,7 @@ class CheckedData:
 def check_files(config: DataConfig, vocab_size: int | None = None) -> CheckedData:
     """Check every token file of a run: each index is read once, from end to end.
 
-    Args:
-        vocab_size: check the largest ids that manifests state against it; None: do not.
+    The largest ids that manifests state are compared with `vocab_size`, if it is given.
 
     Raises:
         InputError: a blend that cannot be read, missing files, a .npy file with NumPy's own header, or an id outside
@@ -97,7 +95,7 @@ def check_files(config: DataConfig, vocab_size: int | None = None) -> CheckedDat
     data = CheckedData(config.index_cache(), train, valid, mixes)
     optional_contents(prefix + MANIFEST_SUFFIX for prefix in data.prefixes() if is_url(prefix))  # at once
     if config.is_chats:
-        data = dataclasses.replace(data, chat_template=_chat_template(train, valid.values()))
+        data = dataclasses.replace(data, chat_template=_chat_template(train))
         for source in data.sources():
             chats = open_chats(source.paths[0])
             data.stats.update({str(path): _stat_of(path) for path in (chats.ids_path, chats.mask_path)})
@@ -165,21 +163,13 @@ def _stat_of(path: str | Path) -> tuple[int, int] | None:
 # -- chats
 
 
-def _chat_template(train: Blend, valid: Iterable[Blend]) -> str | None:
-    """Return the one template of all chats to train on that have a manifest; those of validation have it, too."""
-    templates: dict[str, str] = {}  # with their special tokens, and the first prefix of each
-    trained = {source.paths[0] for source in train.sources}
-    of_training: list[str] = []
-    for (prefix,) in (source.paths for blend in (train, *valid) for source in blend.sources):
-        manifest = read_manifest(prefix)
+def _chat_template(train: Blend) -> str | None:
+    """Return the template of the first chats to train on whose manifest states it, with its special tokens."""
+    for source in train.sources:
+        manifest = read_manifest(source.paths[0])
         if manifest is not None and (settings := manifest.settings.chat) is not None:
-            template = ChatTemplate(settings.template, settings.template_variables).with_variables()
-            templates.setdefault(template, prefix)
-            of_training += [template] * (prefix in trained)
-    if len(templates) > 1:
-        first, second, *_ = templates.values()
-        raise InputError(f"{first} and {second} were prepared with different chat templates; prepare both with one")
-    return next(iter(of_training), None)
+            return ChatTemplate(settings.template, settings.template_variables).with_variables()
+    return None
 
 
 def training_conversations(config: DataConfig) -> Conversations:

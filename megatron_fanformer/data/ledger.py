@@ -82,12 +82,9 @@ class LedgerWriter:
         self._pending_rows = 0
 
     def add(self, rows: Any, shard: str, first_token: int) -> None:
-        """Add documents.
+        """Add documents of one input file, whose first begins at token `first_token`.
 
-        Args:
-            rows: an Arrow record batch with columns id, source, line and length; of chats also learned and outcome.
-            shard: the input file that they come from.
-            first_token: where the first of them begins in the token file, in tokens.
+        `rows` are an Arrow record batch with columns id, source, line and length; of chats also learned and outcome.
         """
         import pyarrow
 

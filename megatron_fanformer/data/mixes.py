@@ -55,12 +55,7 @@ def first_step(name: str, *, batch_tokens: int) -> int:
 
 
 def ordered(first: Blend, later: Mapping[str, Blend], *, global_batch_size: int, seq_length: int) -> list[Mix]:
-    """Return the mixes of a run in their order.
-
-    Args:
-        first: the blend of `data.train_data`.
-        later: those of `data.stages`, by their names.
-    """
+    """Return the mixes of a run, of `data.train_data` and of `data.stages` by their names, in their order."""
     steps = {name: first_step(name, batch_tokens=global_batch_size * seq_length) for name in later}
     mixes = [Mix(name, step, (step - 1) * global_batch_size, later[name]) for name, step in steps.items()]
     return [Mix(FIRST_MIX, 1, 0, first), *sorted(mixes, key=lambda mix: mix.first_step)]
@@ -177,10 +172,7 @@ def draw_counts(source_index: Any, first: int, end: int, sources: int) -> np.nda
 class MixDataset:
     """All training samples of a run of several mixes, a map-style dataset.
 
-    Args:
-        datasets: the samples of each source, at least as many as the mixes draw from it.
-        mixes: in their order.
-        samples: of the whole run.
+    `datasets` are the samples of each source, at least as many as the mixes draw from it.
     """
 
     def __init__(self, datasets: Sequence[Any], mixes: Sequence[MixOrder], *, samples: int) -> None:

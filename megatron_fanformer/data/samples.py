@@ -203,9 +203,7 @@ class DocumentSamples:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return the sample's own tensors, [seq_length] each, and, under `reset_attention_mask`, `document_ids`
-        (int32).
-        """
+        """Return the sample's tensors, [seq_length], with `document_ids` (int32) under `reset_attention_mask`."""
         item: dict[str, Tensor] = {**self.samples[index]}
         is_end = item["tokens"] == self.eod_id
         begins = is_end.roll(1).long()

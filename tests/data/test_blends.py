@@ -98,9 +98,8 @@ def test_the_short_names_of_sources(folder: Path) -> None:
         ("a", ["@y.blend"], "blend file y.blend cannot be read"),
         ("", ["empty"], "empty holds no .npy file"),
         ("", ["none/*.npy"], r"none/\*.npy holds no .npy file"),
-        ("", ["none.npy"], "none.npy does not exist; name .npy files of token ids"),
-        ("", ["npy/1"], "npy/1.bin does not exist; name npy/1.npy"),
-        ("", ["x"], "x.bin does not exist; name @x.blend"),
+        ("", ["none.npy"], "none.npy does not exist; name .npy files"),
+        ("", ["npy/1"], "npy/1.bin does not exist; name .npy files, or the prefix of a .bin and .idx pair"),
     ],
 )
 def test_each_problem_is_named(folder: Path, text: str, items: list[str], message: str) -> None:
