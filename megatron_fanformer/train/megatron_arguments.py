@@ -26,7 +26,7 @@ from megatron_fanformer.convert.megatron_names import (
 )
 from megatron_fanformer.errors import InputError, escaped
 from megatron_fanformer.model.config import FANformerConfig
-from megatron_fanformer.train.config import RunConfig, advice, config_from_dict
+from megatron_fanformer.train.config import RunConfig, advice
 
 OUR_SPECS = frozenset(module for module, _ in SPECS)
 DEFAULT_SPLIT = "969,30,1"
@@ -154,7 +154,6 @@ def convert(words: Sequence[str]) -> Converted:
         "FAN layers": [TRANSFORMER] if is_transformer else [],
         "Another model than there": of_model,
         "Not carried over": not_carried,
-        "To do before it trains": _problems(values),
     }
     shown = {title: [" ".join(escaped(line).split()) for line in lines] for title, lines in notes.items() if lines}
     return Converted(values, shown)
@@ -258,17 +257,3 @@ def _model(given: Given) -> tuple[dict[str, Any], list[str], list[str]]:
     wrong = {name: problem for name, value in fields.items() for problem in _wrong(name, value)}
     fields = {name: value for name, value in fields.items() if name not in wrong}
     return fields, differences, list(wrong.values())
-
-
-def _problems(values: Mapping[str, Any]) -> list[str]:
-    """Return missing fields, or the rules that the configuration breaks here."""
-    missing = value_problems(values, RunConfig, advice=advice)
-    if not values.get("data", {}).get("train_data"):
-        missing.append("data.train_data is empty; name token files")
-    if missing:
-        return missing
-    try:
-        config = config_from_dict(dict(values))
-    except InputError as error:
-        return str(error).splitlines()
-    return config.section_problems() or config.problems_of_layout()

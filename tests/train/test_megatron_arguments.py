@@ -77,7 +77,6 @@ CONFIGURATION: dict[str, Any] = {
 NOTES = {
     "FAN layers": ["model.fan.placement none is that Transformer; without it, it is the FANformer of the same size"],
     "Not carried over": ["--use-mcore-models: no field here", "--empty-unused-memory-level 1: no field here"],
-    "To do before it trains": ["model.vocab_size is missing; it must be an integer"],
 }
 
 
@@ -186,7 +185,6 @@ def test_values_that_need_converting(arguments: str, section: str, expected: dic
         ("--ddp-num-buckets 4", "Not carried over", "parallel.ddp_bucket_size (parameters per bucket"),
         ("--fp16", "Not carried over", "precision.dtype (bf16, which needs no loss scale) is for you to state"),
         ("--num-expert 8", "Not carried over", "--num-expert 8: no field here"),
-        ("--lr 1e-4", "To do before it trains", "data.train_data is empty; name token files"),
         ("--title 'a\nseed: 3'", "Not carried over", "--title a seed: 3: no field here"),
     ],
 )
