@@ -5,7 +5,6 @@ machine a lock is left over if its process is gone. On another, where its machin
 nobody has touched it for `STALE_SECONDS`; its holder touches it every `BEAT_SECONDS`.
 """
 
-import logging
 import os
 import platform
 import threading
@@ -21,8 +20,6 @@ from megatron_fanformer.checkpoint.run_folder import LOCK
 from megatron_fanformer.errors import InputError, InUseError
 from megatron_fanformer.processes import stat_fields
 
-logger = logging.getLogger(__name__)
-
 BEAT_SECONDS = 10.0
 STALE_SECONDS = 120.0  # longer than one call into a library holds up a process, and than file systems cache times
 LOOK_SECONDS = 1.0
@@ -36,8 +33,6 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     since: str = "an unknown time"
     place: str = ""
     """The machine, boot and process namespace in which `pid` is valid."""
-    started: str = ""
-    """The process's start in kernel ticks, which distinguishes it from a later one of the same number."""
 
 
 @contextmanager
@@ -49,16 +44,15 @@ def run_lock(run: Path) -> Iterator[None]:
         InputError: the folder cannot be written.
     """
     missing = [folder for folder in (run, *run.absolute().parents) if not folder.exists()]
-    pid, since = os.getpid(), f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S UTC}"
-    holder = Holder(host=platform.node(), pid=pid, since=since, place=_place(), started=_start_time(pid) or "")
-    path = run / LOCK
+    since = f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S UTC}"
+    holder = Holder(host=platform.node(), pid=os.getpid(), since=since, place=_place())
+    path, ended = run / LOCK, threading.Event()
     try:
         run.mkdir(parents=True, exist_ok=True)
-        _take(path, msgspec.json.encode(holder))
+        _take(run, msgspec.json.encode(holder))
     except OSError as error:
         reason = "is a file; name a folder" if run.is_file() else f"cannot be written ({error.strerror}); name another"
         raise InputError(f"training.run_dir {run} {reason}") from error
-    ended = threading.Event()
 
     def beat() -> None:
         while not ended.wait(BEAT_SECONDS):
@@ -81,31 +75,35 @@ def run_lock(run: Path) -> Iterator[None]:
 
 
 def holder_of(run: Path) -> Holder | None:
-    """Return the holder of a folder's lock, without waiting for a sign of life; None if there is none."""
+    """Return the holder of a folder's lock; None if there is none, or it shows no sign of life."""
     with suppress(OSError):
         holder, age = _read(run / LOCK), time.time() - (run / LOCK).stat().st_mtime
-        if _is_alive(holder) if holder.place == _place() else age <= STALE_SECONDS:
+        if _is_running(holder.pid) if holder.place == _place() else age <= STALE_SECONDS:
             return holder
     return None
 
 
-def _take(path: Path, content: bytes) -> None:
-    """Create the lock file, in the place of one that is left over."""
+def _take(run: Path, content: bytes) -> None:
+    """Create the lock file, in the place of one that is left over; wait for a sign of life of one elsewhere."""
+    path, touched = run / LOCK, None
     while True:
-        try:
+        with suppress(FileExistsError):
             with path.open("xb") as stream:
                 stream.write(content)
             return
-        except FileExistsError:
-            with suppress(FileNotFoundError):  # it was given back meanwhile
-                holder = _read(path)
-                if _is_alive(holder) if holder.place == _place() else _is_touched(path, holder):
-                    raise InUseError(
-                        f"{path.parent} is in use by a run on {holder.host} (process {holder.pid}) since "
-                        f"{holder.since}; wait for its end, stop it, or name another folder ({path} says so)"
-                    ) from None
-                if _read(path) == holder:  # else another process took it over meanwhile
+        with suppress(FileNotFoundError):  # it was given back meanwhile
+            before, last = path.read_bytes(), path.stat().st_mtime_ns
+            if (holder := holder_of(run)) is None:
+                if path.read_bytes() == before:  # else another process took it over
                     path.unlink()
+            elif holder.place == _place() or touched not in (None, last):
+                raise InUseError(
+                    f"{run} is in use by a run on {holder.host} (process {holder.pid}) since {holder.since}; wait for "
+                    f"its end, stop it, or name another folder ({path} says so)"
+                )
+            else:
+                touched = last
+                time.sleep(LOOK_SECONDS)
 
 
 def _read(path: Path) -> Holder:
@@ -115,30 +113,13 @@ def _read(path: Path) -> Holder:
     return Holder()
 
 
-def _is_alive(holder: Holder) -> bool:
-    return _start_time(holder.pid) == holder.started
-
-
-def _is_touched(path: Path, holder: Holder) -> bool:
-    """Wait until a lock of another machine is touched; return False if that is overdue. (Clocks may differ.)"""
-    logger.warning("%s is of a run on %s: waiting for a sign of life, %.0f s at most", path, holder.host, STALE_SECONDS)
-    first, end = path.stat().st_mtime_ns, time.monotonic() + STALE_SECONDS
-    while time.monotonic() < end:
-        time.sleep(LOOK_SECONDS)
-        if path.stat().st_mtime_ns != first:
-            return True
-    return False
-
-
 def _place() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{platform.node()} {boot} {os.readlink('/proc/self/ns/pid')}"
 
 
-def _start_time(pid: int) -> str | None:
-    """Return when a process started, in kernel ticks; None if there is none, or if it is a zombie."""
+def _is_running(pid: int) -> bool:
     try:
-        state, *fields = stat_fields(pid)
+        return stat_fields(pid)[0] not in "ZX"
     except OSError:
-        return None
-    return None if state in "ZX" else fields[18]
+        return False

@@ -54,7 +54,7 @@ def held_by_another_process(run: Path) -> Iterator["subprocess.Popen[str]"]:
 
 def leave(run: Path, **changes: Any) -> Holder:
     """An entry as a process that was killed leaves it: of this machine, unless the changes say otherwise."""
-    facts = {"host": "here", "pid": 2**22 + 1, "since": "once", "place": locks._place(), "started": "5"}
+    facts = {"host": "here", "pid": 2**22 + 1, "since": "once", "place": locks._place()}
     holder = Holder(**{**facts, **changes})
     (run / LOCK).write_bytes(msgspec.json.encode(holder))
     return holder
@@ -77,17 +77,9 @@ def test_a_run_in_progress_is_named_and_a_killed_one_is_succeeded_at_once(run: P
             run_lock(run).__enter__()
         os.kill(process.pid, signal.SIGKILL)
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while locks._start_time(process.pid) is not None:
+        while locks._is_running(process.pid):
             assert time.monotonic() < deadline
         assert is_free(run)  # though its parent has not reaped it
-
-
-def test_a_later_process_of_the_same_number_is_not_the_holder(run: Path) -> None:
-    started = locks._start_time(os.getpid()) or ""
-    leave(run, pid=os.getpid(), started=started)
-    assert not is_free(run)
-    leave(run, pid=os.getpid(), started=started + "0")
-    assert is_free(run)
 
 
 def test_the_holder_is_known_without_waiting(run: Path) -> None:
