@@ -40,12 +40,7 @@ class UnreadableError(CorruptError):
 
 
 def load_data(file: Any, *, mapped: bool = False) -> Any:
-    """Load the tensors and plain values of a torch file.
-
-    Raises:
-        pickle.UnpicklingError: it holds something else.
-        ValueError: it is compressed.
-    """
+    """Load the tensors and plain values of a torch file; see `reporting_damage` for the errors of anything else."""
     _refuse_compressed(file)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Detected pickle protocol")  # the file is refused, or it is fine
@@ -63,26 +58,19 @@ def _refuse_compressed(file: Any) -> None:
 
 
 def check_archive(path: Path, name: str, file: Any) -> None:
-    """Check the CRC-32 of each record of an archive, which is a zip file; errors name `path`, and `name` in it.
-
-    Raises:
-        CorruptError: the archive is not complete, or a record has changed since it was written.
-    """
+    """Check the CRC-32 of each record of an archive, which is a zip file; CorruptError names `path` and `name`."""
     try:
         with zipfile.ZipFile(file) as archive:
             damaged = archive.testzip()
+        reason = None if damaged is None else f"CRC-32 of {damaged}"
     except (zipfile.BadZipFile, EOFError, NotImplementedError, ValueError) as error:
-        raise CorruptError(f"{path} is damaged in {name} ({error}); copy it again, or use another") from error
-    if damaged is not None:
-        raise CorruptError(f"{path} is damaged in {name} (CRC-32 of {damaged}); copy it again, or use another")
+        reason = str(error)
+    if reason is not None:
+        raise CorruptError(f"{path} is damaged in {name} ({reason}); copy it again, or use another")
 
 
 def read_entry(path: Path, offset: int, length: int) -> Any:
-    """Return the tensor or the plain values stored in a range of bytes of a file.
-
-    Raises:
-        CorruptError: the range is damaged, or holds more than data.
-    """
+    """Return the tensor or the plain values in a range of bytes of a file; CorruptError for anything else."""
     with reporting_damage(path):
         # A file of one entry, as `write_full_tensors` makes them, is mapped: copying takes longer than most uses.
         is_whole = regular_file(path).stat().st_size == length
@@ -176,11 +164,7 @@ class RestrictedUnpickler(pickle.Unpickler):
 
 
 def read_records(file: Any) -> Any:
-    """Return the plain values of a torch archive, with a `Record` in the place of every object.
-
-    Raises:
-        ValueError: it is not a torch archive, or is damaged.
-    """
+    """Return the plain values of a torch archive, with `Record`s for objects; ValueError where it is none."""
     try:
         _refuse_compressed(file)
         with zipfile.ZipFile(file) as archive:

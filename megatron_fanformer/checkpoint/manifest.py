@@ -77,11 +77,7 @@ def versions() -> dict[str, str]:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Return the manifest of a checkpoint.
-
-    Raises:
-        CorruptError: it is missing, or cannot be read.
-    """
+    """Return the manifest of a checkpoint; CorruptError where it is missing, or cannot be read."""
     path = checkpoint / MANIFEST
     try:
         content = regular_file(path).read_bytes()
@@ -91,11 +87,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def manifest_from(content: bytes, path: Path) -> Manifest:
-    """Parse the content of a manifest; errors name `path`.
-
-    Raises:
-        CorruptError: it cannot be read, or names files elsewhere.
-    """
+    """Parse the content of a manifest; CorruptError, which names `path`, where it is none or names files elsewhere."""
     try:
         manifest = msgspec.json.decode(content, type=Manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

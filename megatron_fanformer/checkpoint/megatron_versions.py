@@ -125,29 +125,28 @@ def watched(write: Callable[[int, Any, Any], None]) -> Callable[[int, Any, Any],
     Unwrapped, it waits forever if a process that it starts (in 0.16) is killed, reports errors to a log, not to the
     rank (in 0.19), and outlives a rank that is killed, whose port it keeps.
     """
+    return functools.partial(_watch, write)
 
-    @functools.wraps(write)
-    def write_watched(rank: int, buckets: Any, results: Any) -> None:
-        signal.signal(signal.SIGCHLD, _end_if_child_was_killed)
-        end_with_parent()
-        os.register_at_fork(after_in_child=end_with_parent)
-        errors: list[str] = []
 
-        def collect_error(record: logging.LogRecord) -> bool:
-            if record.levelno >= logging.ERROR:
-                errors.append(record.getMessage())
-            return False  # it is logged nowhere else
+def _watch(write: Callable[[int, Any, Any], None], rank: int, buckets: Any, results: Any) -> None:
+    signal.signal(signal.SIGCHLD, _end_if_child_was_killed)
+    end_with_parent()
+    os.register_at_fork(after_in_child=end_with_parent)
+    errors: list[str] = []
 
-        logging.getLogger(WRITER_LOGGER).addFilter(collect_error)
-        local: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        try:
-            write(rank, buckets, local)
-            outcome = local.get()
-        except Exception as error:
-            outcome = error
-        results.put(RuntimeError(errors[0]) if isinstance(outcome, Exception) and errors else outcome)
+    def collect_error(record: logging.LogRecord) -> bool:
+        if record.levelno >= logging.ERROR:
+            errors.append(record.getMessage())
+        return False  # it is logged nowhere else
 
-    return write_watched
+    logging.getLogger(WRITER_LOGGER).addFilter(collect_error)
+    local: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    try:
+        write(rank, buckets, local)
+        outcome = local.get()
+    except Exception as error:
+        outcome = error
+    results.put(RuntimeError(errors[0]) if isinstance(outcome, Exception) and errors else outcome)
 
 
 def _end_if_child_was_killed(*_: Any) -> None:

@@ -83,6 +83,13 @@ def set_tensors(local: dict[int, Tensor], loaded: dict[int, Tensor]) -> None:
             tensor.copy_(loaded[number])
 
 
+def stored_groups(stored: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the parameter groups in a checkpoint's plain values; those of before 2026-11-23 nest them deeper."""
+    if "param_groups" in stored:
+        return stored["param_groups"]
+    return [group for value in stored.values() if isinstance(value, dict) for group in stored_groups(value)]
+
+
 def set_groups(optimizer: Any, groups: list[dict[str, Any]], names: Collection[str]) -> None:
     """Set these entries of the groups, such as the step. Groups have the same order in all layouts, on all ranks."""
     for group, stored in zip(optimizer.param_groups, groups, strict=True):

@@ -107,7 +107,7 @@ def temporary_folder(checkpoints: Path, step: int) -> Path:
     Its name is unique: a killed run's writer may outlive the run, and must not write into the next run's folder.
     """
     for leftover in checkpoints.glob(".step-*.tmp"):
-        remove(leftover)
+        shutil.rmtree(leftover, ignore_errors=True)
     folder = _hidden(checkpoints, checkpoint_name(step))
     folder.mkdir(parents=True)
     return folder
@@ -121,18 +121,16 @@ def publish_checkpoint(
     keep: int | None = None,
     attachments: Mapping[str, bytes] | None = None,
     *,
-    in_background: bool = False,
     in_use: Collection[str] = (),
 ) -> Path:
     """Rename a complete checkpoint to its final name, point `latest` to it, and remove all but the `keep` newest.
 
     Args:
         attachments: small files to put into it, by name.
-        in_background: remove old ones in a thread: gigabytes take seconds to free.
         in_use: names of old ones to keep for now.
 
     Raises:
-        OSError: it could not be published. (A failed removal is logged.)
+        OSError: it could not be published.
     """
     for name, content in (attachments or {}).items():
         (temporary / name).write_bytes(content)
@@ -140,34 +138,29 @@ def publish_checkpoint(
     write_versions(temporary)
     write_manifest(temporary, step)
     final = checkpoints / checkpoint_name(step)
-    outdated = []
     if os.path.lexists(final):  # saved before by a run that was then rewound: the new one replaces it
-        outdated.append(_rename_aside(final))
+        _remove(final)
     publish(temporary, final)
     write_atomically(checkpoints / LATEST, final.name + "\n")
     if keep is not None:
         # later steps belong to a run that was rewound: they are neither counted nor removed
         earlier = [folder for folder in _steps(checkpoints) if folder.name < final.name]
-        old = [folder for folder in earlier[: max(0, len(earlier) + 1 - keep)] if folder.name not in in_use]
-        outdated += map(_rename_aside, old)
-    for folder in filter(None, outdated):
-        if in_background:
-            threading.Thread(target=remove, args=(folder,)).start()
-        else:
-            remove(folder)
+        for old in earlier[: max(0, len(earlier) + 1 - keep)]:
+            if old.name not in in_use:
+                _remove(old)
     return final
 
 
-def remove(folder: Path) -> None:
-    """Remove a folder, or a link to one; log it if that fails."""
-    try:
-        if folder.is_symlink():
-            folder.unlink()
-        else:
-            shutil.rmtree(folder)
-    except OSError as error:
-        if os.path.lexists(folder):  # else another process removes it, too
-            logger.warning("%s could not be removed (%s); remove it by hand", folder, error.strerror)
+def _remove(checkpoint: Path) -> None:
+    """Hide a checkpoint, which half removed would look like a complete one, and remove it: gigabytes take seconds."""
+    aside = _hidden(checkpoint.parent, checkpoint.name)
+    os.rename(checkpoint, aside)
+    threading.Thread(target=shutil.rmtree, args=(aside,), kwargs={"ignore_errors": True}).start()
+
+
+def _hidden(checkpoints: Path, name: str) -> Path:
+    """Return a unique hidden path; the next save removes leftovers there."""
+    return checkpoints / f".{name}.{uuid.uuid4().hex}.tmp"
 
 
 def point_to(checkpoint: Path, damaged: Sequence[Path]) -> None:
@@ -188,27 +181,10 @@ def set_aside(damaged: Path) -> None:
     os.rename(damaged, damaged.with_name(f"{name}-{earlier + 1}" if earlier else name))
 
 
-def _rename_aside(checkpoint: Path) -> Path | None:
-    """Hide a checkpoint before it is removed: half removed, it would look like a complete one."""
-    aside = _hidden(checkpoint.parent, checkpoint.name)
-    try:
-        os.rename(checkpoint, aside)
-    except OSError as error:
-        logger.warning("%s could not be removed (%s); remove it by hand", checkpoint, error.strerror)
-        return None
-    return aside
-
-
-def _hidden(checkpoints: Path, name: str) -> Path:
-    """Return a unique hidden path; the next save removes leftovers there."""
-    return checkpoints / f".{name}.{uuid.uuid4().hex}.tmp"
-
-
 def attached_tokenizer(checkpoint: Path) -> Path | None:
     """Return the tokenizer's file in a checkpoint or an exported folder, if there is one.
 
-    Raises:
-        CorruptError: it is a link out of a checkpoint. (In Hugging Face's cache, every file is a link.)
+    CorruptError for a link out of a checkpoint. (In Hugging Face's cache, every file is a link.)
     """
     file = next((path for name in TOKENIZERS if (path := checkpoint / name).is_file()), None)
     if file and is_checkpoint(checkpoint) and file.resolve().parent != checkpoint.resolve():
@@ -240,11 +216,7 @@ def _steps(checkpoints: Path) -> list[Path]:
 
 
 def latest_checkpoint(run: Path) -> Path | None:
-    """Return the first of `checkpoints_to_resume`; None if a run has none.
-
-    Raises:
-        CorruptError: the checkpoint that `latest` names is missing or not complete.
-    """
+    """Return the first of `checkpoints_to_resume`, None if a run has none; CorruptError where it is not complete."""
     candidates = checkpoints_to_resume(run)
     if not candidates:
         return None
@@ -255,11 +227,8 @@ def latest_checkpoint(run: Path) -> Path | None:
 def checkpoints_to_resume(run: Path) -> list[Path]:
     """Return the checkpoints to resume from, sound or not, in the order in which to try them.
 
-    The one that `latest` names comes first, then those before it. Where `latest` is damaged, which is logged, all
-    are returned, the newest first.
-
-    Raises:
-        CorruptError: there is a `latest`, but no checkpoint.
+    The one that `latest` names comes first, then those before it; where `latest` is damaged, all, the newest first.
+    CorruptError where there is a `latest`, but no checkpoint.
     """
     pointer = run / CHECKPOINTS / LATEST
     newest_first = _steps(run / CHECKPOINTS)[::-1]
@@ -308,11 +277,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def saved_config(checkpoint: Path) -> dict[str, Any]:
-    """Return the configuration of the run that wrote a checkpoint, under the fields' present names.
-
-    Raises:
-        CorruptError: it cannot be read, or has a section that is no mapping.
-    """
+    """Return the configuration of the run that wrote a checkpoint, under the fields' present names."""
     file = checkpoint / CONFIG
     values = read_mapping(file)
     for name, section in values.items():
@@ -331,11 +296,7 @@ def metrics_entry(line: bytes) -> dict[str, Any] | None:
 
 
 def read_mapping(file: Path) -> dict[str, Any]:
-    """Return the mapping in a small, untrusted YAML or JSON file, as plain values.
-
-    Raises:
-        CorruptError: it cannot be read, or holds something else.
-    """
+    """Return the mapping in a small, untrusted YAML or JSON file; CorruptError for anything else."""
     try:
         values = read_plain_values(file)
     except (OSError, ValueError) as error:
@@ -347,11 +308,7 @@ def read_mapping(file: Path) -> dict[str, Any]:
 
 
 def saved_model(checkpoint: Path) -> FANformerConfig:
-    """Return the configuration of a checkpoint's model.
-
-    Raises:
-        CorruptError: it is missing, cannot be read, or cannot be built.
-    """
+    """Return the configuration of a checkpoint's model; CorruptError where it is none."""
     values = saved_config(checkpoint).get("model")
     if not isinstance(values, dict):
         raise CorruptError(f"{checkpoint / CONFIG} states no model; use another checkpoint")

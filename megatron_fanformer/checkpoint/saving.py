@@ -130,7 +130,6 @@ class CheckpointSaver:
                 due.config,
                 self._keep,
                 due.attachments,
-                in_background=self._async_save,
                 in_use=self._in_use(),
             )
 

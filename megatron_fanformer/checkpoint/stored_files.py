@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-import msgspec
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
@@ -91,11 +90,7 @@ def _member(owner: Any, name: Any) -> enum.Enum:
 
 
 def read_table(checkpoint: Path) -> Table:
-    """Return the table of a checkpoint's tensors.
-
-    Raises:
-        CorruptError: it cannot be read, holds more than a table, or names files outside the checkpoint's folder.
-    """
+    """Return the table of a checkpoint's tensors; CorruptError where it is more, or names files outside its folder."""
     path = checkpoint / METADATA
     try:
         with regular_file(path).open("rb") as stream:
@@ -165,14 +160,9 @@ def main_weight_name(weight: str, stored: Collection[str]) -> str:
 
 
 def read_checked(checkpoint: Path, *, share: int = 0, shares: int = 1) -> Table:
-    """Verify a checkpoint, and return its table.
+    """Verify a checkpoint, each rank one of so many shares of its files, and return its table.
 
-    Args:
-        share, shares: check one of this many shares of the files; each rank takes one.
-
-    Raises:
-        CorruptError: a file has changed since it was written, or holds more than data; or the table names files
-            elsewhere.
+    CorruptError where a file has changed, or holds more than data, or the table names files elsewhere.
     """
     check_stored(checkpoint, share=share, shares=shares)
     table = read_table(checkpoint)
@@ -181,11 +171,7 @@ def read_checked(checkpoint: Path, *, share: int = 0, shares: int = 1) -> Table:
 
 
 def check_stored(checkpoint: Path, *, share: int = 0, shares: int = 1) -> None:
-    """Check the sums of a checkpoint's files, and that its step is the one in its name; shares as for `read_checked`.
-
-    Raises:
-        CorruptError: a file is missing or damaged; names it.
-    """
+    """Check the sums of a checkpoint's files, and that its step is the one in its name; CorruptError names a file."""
     manifest = read_manifest(checkpoint)
     if run_folder.step_of(checkpoint) not in (None, manifest.step):
         raise CorruptError(f"{checkpoint} is of step {manifest.step}, another than its name says; rename it")
@@ -193,11 +179,7 @@ def check_stored(checkpoint: Path, *, share: int = 0, shares: int = 1) -> None:
 
 
 def check_parts(checkpoint: Path, parts: Iterable[Stored]) -> None:
-    """Check parts of tensors and objects by their own CRC-32, where there is no manifest.
-
-    Raises:
-        CorruptError: one is missing or damaged; names its file.
-    """
+    """Check parts of tensors and objects by their own CRC-32, where there is no manifest; CorruptError names a file."""
     for part in parts:
         path = checkpoint / part.file
         with reporting_damage(path):
@@ -205,24 +187,16 @@ def check_parts(checkpoint: Path, parts: Iterable[Stored]) -> None:
 
 
 def check_format(checkpoint: Path) -> None:
-    """Check that the `metadata.json` of a checkpoint states megatron-core's format `torch_dist`.
-
-    Raises:
-        CorruptError: it states another, or cannot be read.
-    """
+    """Raise CorruptError unless the `metadata.json` of a checkpoint states megatron-core's format `torch_dist`."""
     stated = run_folder.read_mapping(checkpoint / run_folder.MEGATRON_METADATA)
     if stated.get("sharded_backend") != FORMAT:
         raise CorruptError(f"{checkpoint / run_folder.MEGATRON_METADATA} does not state the format {FORMAT}; {EARLIER}")
 
 
 def check_plain_values(checkpoint: Path, table: Table, *, share: int = 0, shares: int = 1) -> None:
-    """Check that everything in a checkpoint besides its tensors is data, also what nothing here reads.
+    """Raise CorruptError unless everything in a checkpoint besides its tensors is data, also what nothing here reads.
 
-    Args:
-        share, shares: as for `read_checked`, of the objects among the tensors.
-
-    Raises:
-        CorruptError: a file holds more than data, or cannot be read; names it.
+    The objects among the tensors are checked in shares, as the files in `read_checked`.
     """
     check_format(checkpoint)
     if common_state(table) is None or (checkpoint / COMMON).exists():
@@ -249,11 +223,7 @@ class SavedProgress(NamedTuple):
 
 
 def saved_progress(checkpoint: Path, table: Table) -> SavedProgress | None:
-    """Return the progress stored in a checkpoint; None for converted weights.
-
-    Raises:
-        CorruptError: it cannot be read as data alone, or is not progress.
-    """
+    """Return the progress stored in a checkpoint, None for converted weights; CorruptError for anything else."""
     file, common = common_values(checkpoint, table)
     progress = common.get("progress") if isinstance(common, dict) else common
     if isinstance(common, dict) and not progress:
@@ -262,23 +232,13 @@ def saved_progress(checkpoint: Path, table: Table) -> SavedProgress | None:
     step, samples = values.get("step"), values.get("consumed_samples")
     if not isinstance(step, int) or not isinstance(samples, int):
         raise CorruptError(f"{checkpoint / file} holds no step and samples ({progress!r}); use another checkpoint")
-    try:
-        sources = msgspec.convert(values.get("sources"), dict[str, dict[str, float]] | None)
-    except msgspec.ValidationError as error:
-        raise CorruptError(
-            f"{checkpoint / file} holds no counts of its sources ({error}); use another checkpoint"
-        ) from None
-    return SavedProgress(step, samples, values.get("data"), sources)
+    return SavedProgress(step, samples, values.get("data"), values.get("sources"))
 
 
 def common_values(checkpoint: Path, table: Table, read: Callable[[Any], Any] = load_data) -> tuple[str, Any]:
     """Return the values that are the same on all ranks, as data alone, after the name of their file.
 
-    Args:
-        read: `load_data`, or `read_records` for another program's values.
-
-    Raises:
-        CorruptError: they are missing, damaged, or more than data.
+    `read` is `load_data`, or `read_records` for another program's values.
     """
     if (place := common_state(table)) is None:
         with reporting_damage(checkpoint / COMMON):

@@ -76,7 +76,8 @@ def load_training_state(
     loaded_optimizer = megatron_versions.load({"optimizer_tensors": tensors}, checkpoint, table, group)
     with reporting_damage(checkpoint):
         optimizer_state.set_tensors(local, loaded_optimizer["optimizer_tensors"])
-        optimizer_state.set_groups(optimizer, loaded_optimizer["optimizer"]["param_groups"], resumed_entries)
+        groups = optimizer_state.stored_groups(loaded_optimizer["optimizer"])
+        optimizer_state.set_groups(optimizer, groups, resumed_entries)
         progress: dict[str, Any] = loaded["progress"]
     return progress
 

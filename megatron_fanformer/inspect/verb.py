@@ -62,7 +62,7 @@ def inspect(options: InspectOptions) -> None:
 
         report = inspect_step(options.path, options.step, options.overrides)
         lines = step_lines(report)
-    show([json.dumps(report, indent=2, ensure_ascii=False)] if options.json else list(lines))
+    show([json.dumps(report, indent=2, ensure_ascii=False, default=str)] if options.json else list(lines))
 
 
 def inspect_path(path: str, *, verify: bool = False) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from tests.disk_steps import recorded_steps
 
 
 def names(run: Path) -> list[str]:
-    return sorted(path.name for path in (run / run_folder.CHECKPOINTS).iterdir())
+    return sorted(path.name for path in (run / run_folder.CHECKPOINTS).glob("[!.]*"))
 
 
 def test_nothing_has_its_name_before_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +35,9 @@ def test_a_save_that_was_cut_off_is_never_found_and_goes_with_the_next(tmp_path:
     run_folder.temporary_folder(tmp_path / run_folder.CHECKPOINTS, 15)
     assert find_checkpoint(tmp_path).name == "step-00000010"
     save(tmp_path, 20)
-    assert names(tmp_path) == ["latest", "step-00000010", "step-00000020"]
+    assert sorted(path.name for path in (tmp_path / run_folder.CHECKPOINTS).iterdir()) == [
+        *("latest", "step-00000010", "step-00000020")
+    ]
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:

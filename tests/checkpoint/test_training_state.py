@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.optimizer_state import _stored_groups, rectangles, stored_state
 from megatron_fanformer.checkpoint.saving import CheckpointSaver
 from megatron_fanformer.checkpoint.stored_files import MAIN_WEIGHT
@@ -24,14 +23,12 @@ from tests.checkpoint.states import (
     Shown,
     layers_for,
     load_and_train,
-    show,
     small_model,
     train_and_save,
     training,
     world_size,
 )
 from tests.train.layouts import gather
-from tests.whole_models import save_state
 
 SAME_LOSS = 1e-6  # relative, between layouts, in float32: sums are taken in another order
 SAME_LOSS_BF16 = 2e-3  # activations round at other places in other layouts
@@ -166,40 +163,6 @@ def test_the_main_weights_of_a_run_in_bf16_are_the_weights_of_one_in_float32(
     main, weights = gathered(in_bf16, MAIN_WEIGHT), gathered(in_float32)
     assert len(main) > 10
     assert [name for name in main if not torch.equal(main[name], weights[name])] == []
-
-
-# -- checkpoints of before there was one form
-
-
-def save_in_the_earlier_form(layout: str, dtype: torch.dtype, folder: Path) -> Shown:
-    """Save an optimizer's state as megatron-core's own sharded state dict, which differs between optimizers."""
-    with training(layout, small_model(**FEW), dtype=dtype) as run:
-        run.take_steps(2)
-        weights = model_state(run.stages, run.grid)["model0"]
-        metadata = run.grid.sharding_metadata | {"distrib_optim_sharding_type": "fully_reshardable"}
-        optimizer = run.optimizer.sharded_state_dict(weights, metadata=metadata)
-        checkpoint = [run_folder.temporary_folder(folder, 2) if run.grid.is_main else None]
-        torch.distributed.broadcast_object_list(checkpoint, src=0)
-        assert checkpoint[0] is not None
-        state = {"model": weights, "optimizer": optimizer, "progress": {"step": run.step, "consumed_samples": 0}}
-        save_state(state, checkpoint[0])
-        if run.grid.is_main:
-            run_folder.publish_checkpoint(checkpoint[0], folder, 2, run.config() | {"parallel": {}, "runtime": {}})
-        torch.distributed.barrier()
-        return show(run)
-
-
-@pytest.mark.parametrize(
-    ("saved", "dtype", "loaded"),
-    [
-        ("dp2", "fp32", "tp1-plain"),
-        pytest.param("tp1-plain", "fp32", "dp2", marks=pytest.mark.full),
-        ("tp2-sp-plain", "bf16", "tp2"),
-    ],
-)
-def test_earlier_forms_load_too(run_on_ranks: RunOnRanks, tmp_path: Path, saved: str, dtype: str, loaded: str) -> None:
-    ranks = run_on_ranks(world_size(saved), save_in_the_earlier_form, saved, DTYPES[dtype][0], tmp_path)
-    check(run_on_ranks, Saved(tmp_path / "step-00000002", ranks), loaded, dtype)
 
 
 def test_groups_without_weights_on_this_rank_have_the_common_step() -> None:
