@@ -5,7 +5,7 @@ where it is none: in the name of a run's folder, say, or of a task.
 """
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 STYLE = {
@@ -20,48 +20,21 @@ STYLE = {
 PANEL = (6.5, 4.2)  # inches
 
 
-def drawn(
-    draw: Callable[[Any], None],
-    *,
-    rows: int = 1,
-    columns: int = 1,
-    size: tuple[float, float] = PANEL,
-    widths: Sequence[float] | None = None,
-    title: str | None = None,
-    grows: bool = False,
-) -> bytes:
+def drawn(draw: Callable[[Any], None], *, rows: int = 1, columns: int = 1, size: tuple[float, float] = PANEL) -> bytes:
     """Return a PNG of panels, which are drawn by a function that is given matplotlib's array of them, [rows, columns].
 
     Args:
         size: of a panel, in inches.
-        widths: of the columns, relative to one another; None: all are alike.
-        title: above all panels.
-        grows: whether the picture grows with a long legend outside its panels; else the panels shrink.
     """
     import matplotlib
     from matplotlib.figure import Figure
 
     picture = io.BytesIO()
     with matplotlib.rc_context(STYLE):
-        shape = (columns * size[0], rows * size[1])
-        figure = Figure(figsize=shape, layout=None if grows else "constrained")
-        panels = figure.subplots(rows, columns, squeeze=False, width_ratios=widths)
-        draw(panels)
-        if title is not None:
-            figure.suptitle(title)
-        figure.savefig(picture, format="png", bbox_inches="tight" if grows else None)
+        figure = Figure(figsize=(columns * size[0], rows * size[1]), layout="constrained")
+        draw(figure.subplots(rows, columns, squeeze=False))
+        figure.savefig(picture, format="png")
     return picture.getvalue()
-
-
-def draw_heat_map(axes: Any, values: Any, **options: Any) -> None:
-    """Draw rows of values as colors, the first at the bottom, with a color bar.
-
-    Args:
-        options: of matplotlib's `imshow`.
-    """
-    axes.grid(visible=False)
-    bar = axes.figure.colorbar(axes.imshow(values, origin="lower", cmap="viridis", **options), ax=axes)
-    bar.ax.grid(visible=False)
 
 
 def set_logarithmic(*several: Any) -> None:
@@ -76,10 +49,3 @@ def set_logarithmic(*several: Any) -> None:
         getattr(axis.axes, f"set_{axis.axis_name}scale")("log")
         axis.set_major_formatter(PlainNumbers())
         axis.set_minor_formatter(PlainNumbers())
-
-
-def use_many_colours(axes: Any) -> None:
-    """Use more colours than the usual ten, for many lines."""
-    import matplotlib
-
-    axes.set_prop_cycle(color=matplotlib.color_sequences["tab20"])

@@ -4,10 +4,10 @@ The paper's 6.25% is FAN's share of a layer of 24 s d² FLOPs for s tokens: quer
 of two maps. The model's own FFN is a SwiGLU of three.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -19,7 +19,6 @@ from megatron_fanformer.experiments.probe import CostSettings
 from megatron_fanformer.experiments.result import Cell, Finding, Log, Measured, Table
 from megatron_fanformer.hf import FANformerForCausalLM
 from megatron_fanformer.model.config import PRESETS, FANformerConfig
-from megatron_fanformer.pictures import drawn
 from megatron_fanformer.plan.job import forward_flops_per_token
 from megatron_fanformer.plan.live_tensors import MemoryTracker
 
@@ -67,7 +66,6 @@ def measure(settings: CostSettings, _folder: Path, log: Log) -> Measured:
     return Measured(
         findings=list(_findings(settings, costs)),
         tables=[_table(costs)],
-        pictures={"cost.png": drawn(lambda panels: _draw(panels[0, 0], settings.presets, costs))},
     )
 
 
@@ -133,14 +131,3 @@ def _table(costs: dict[str, Cost]) -> Table:
         for name, cost in costs.items()
     ]
     return Table(title="Costs: parameters and FLOPs by formula, memory counted", columns=columns, rows=rows)
-
-
-def _draw(axes: Any, presets: Sequence[str], costs: dict[str, Cost]) -> None:
-    figures = {"parameters": "parameters", "flops": "FLOPs", "counted_bytes": "memory of inference"}
-    for place, (figure, label) in enumerate(figures.items()):
-        heights = [_more(costs, name, figure) for name in presets]
-        axes.bar([number + 0.25 * (place - 1) for number in range(len(heights))], heights, width=0.22, label=label)
-    axes.axhline(PAPER_FLOPS, linestyle="--", color="gray", label="the paper's bound of FLOPs")
-    axes.set_xticks(range(len(presets)), presets)
-    axes.set(ylabel="% more than the Transformer", title="FANformers of a Transformer's shape")
-    axes.legend()

@@ -27,7 +27,7 @@ from megatron_fanformer.experiments.intervals import mean_of
 from megatron_fanformer.experiments.probe import HolesSettings, Task
 from megatron_fanformer.experiments.result import Cell, Finding, Log, Measured, Table
 from megatron_fanformer.experiments.twins import SAME_PARAMETERS, TRANSFORMER, fanformer_of, fresh_model, twins
-from megatron_fanformer.pictures import draw_heat_map, drawn
+from megatron_fanformer.pictures import drawn
 
 NUMBERS = 113  # of each operand, from 0
 LARGEST_ANSWER = 3 * (NUMBERS - 1) + 3
@@ -268,7 +268,8 @@ def _picture(settings: HolesSettings, task: Task, runs: Runs) -> bytes:
         ):
             maps = [run.map for run in runs[task, decay, architecture]]
             extent = (first - 0.5, last + 0.5, first - 0.5, last + 0.5)
-            draw_heat_map(axes, np.mean(maps, axis=0), vmin=0, vmax=1, extent=extent)
+            axes.imshow(np.mean(maps, axis=0), origin="lower", cmap="viridis", vmin=0, vmax=1, extent=extent)
+            axes.grid(visible=False)
             axes.plot((near, far, far, near, near), (near, near, far, far, near), color="white", linewidth=1)
             axes.set_title(f"{architecture}\nweight decay {decay:g}, {settings.seeds} seeds", fontsize="small")
             axes.set(xlabel="b", ylabel="a")

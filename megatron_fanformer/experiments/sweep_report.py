@@ -51,8 +51,7 @@ def write_report(sweep: Sweep) -> Result:
     groups = groups_of(compared(sweep, playing))
     if not any(group.losses for group in groups):
         raise InputError(f"no cell of {sweep.folder} has {sweep.metric} at its last step; use run, or status")
-    is_fitted = sweep.config.report.over in FITTED
-    fits = _fits(sweep, groups) if is_fitted else {}
+    fits = _fits(sweep, groups) if sweep.config.report.over in FITTED else {}
     steps = min(cell.config.training.steps for cell in sweep.cells)
     if fits:
         effects = _savings(sweep, groups, fits, steps)
@@ -61,7 +60,7 @@ def write_report(sweep: Sweep) -> Result:
     measured = Measured(
         findings=list(effects),
         tables=list(_tables(sweep, groups, fits, playing)),
-        pictures={PICTURE: _law_picture(sweep, groups, fits) if is_fitted else _points_picture(sweep, groups)},
+        pictures={PICTURE: _picture(sweep, groups, fits)},
         seconds=sum(outcome.seconds for outcome in playing),
     )
     settings = {
@@ -291,57 +290,39 @@ def _csv(sweep: Sweep, playing: Sequence[Outcome]) -> str:
     return text.getvalue()
 
 
-def _law_picture(sweep: Sweep, groups: Sequence[Group], fits: dict[str, Fit]) -> bytes:
-    """Return a PNG with logarithmic axes: a dot for each run, a line for each fitted curve."""
-    compare = sweep.config.report.compare
-
-    def draw(panels: Any) -> None:
-        axes = panels[0, 0]
-        for number, point in enumerate(dict.fromkeys(group.points[compare] for group in groups)):
-            of_point = [group for group in groups if group.points[compare] == point and group.losses]
-            xs = [sweep.size_of(group.cell) for group in of_point for _ in group.losses]
-            losses = [loss for group in of_point for loss in group.losses.values()]
-            axes.plot(xs, losses, ".", color=f"C{number}", label=None if point in fits else point)
-            if point in fits:
-                curve, x = fits[point].curve, np.geomspace(min(xs), max(xs), 100)
-                label = f"{point}: {curve.e:.3g} + {curve.a:.3g}·x^−{curve.alpha:.3g}"
-                axes.plot(x, curve.loss(x), color=f"C{number}", label=label)
-        set_logarithmic(axes.xaxis, axes.yaxis)
-        axes.set(xlabel=sweep.config.report.over)
-        _name(sweep, axes)
-
-    return drawn(draw)
-
-
-def _points_picture(sweep: Sweep, groups: Sequence[Group]) -> bytes:
-    """Return a PNG with each point's mean and 95% interval; over a field, the baseline is a line across."""
+def _picture(sweep: Sweep, groups: Sequence[Group], fits: dict[str, Fit]) -> bytes:
+    """Return a PNG with a dot for each run, each point's mean and 95% interval, and the fitted curves; over a field the
+    baseline is a line across.
+    """
     report = sweep.config.report
     shown = [group for group in groups if group.losses]
+    points = list(sweep.config.axes[report.compare])
 
     def draw(panels: Any) -> None:
         axes = panels[0, 0]
         for place, group in enumerate(shown):
-            losses = list(group.losses.values())
+            losses, point = list(group.losses.values()), group.points[report.compare]
             mean, interval = mean_of(losses)
             low, high = interval or (mean, mean)
-            if report.over is not None and group.points[report.compare] == report.baseline:
+            if report.over not in (None, *FITTED) and point == report.baseline:
                 axes.axhline(mean, linestyle="--", color="black", label=report.baseline)
                 axes.axhspan(low, high, color="black", alpha=0.08)
                 continue
-            x = place if report.over is None else sweep.size_of(group.cell)
-            axes.errorbar([x], [mean], yerr=[[mean - low], [high - mean]], fmt="o", color="C0", capsize=3)
-            axes.plot([x] * len(losses), losses, ".", color="C1", markersize=4)
+            x, color = (sweep.size_of(group.cell) if report.over else place), f"C{points.index(point)}"
+            axes.errorbar([x], [mean], yerr=[[mean - low], [high - mean]], fmt="o", color=color, capsize=3)
+            axes.plot([x] * len(losses), losses, ".", color=color, alpha=0.5)
+        for point, fit in fits.items():
+            sizes = [sweep.size_of(group.cell) for group in shown if group.points[report.compare] == point]
+            line, (e, a, alpha) = np.geomspace(min(sizes), max(sizes), 100), fit.curve
+            label = f"{point}: {e:.3g} + {a:.3g}·x^−{alpha:.3g}"
+            axes.plot(line, fit.curve.loss(line), color=f"C{points.index(point)}", label=label)
+        axes.set(xlabel=report.over, ylabel=f"{sweep.metric}, nats per token", title=sweep.config.experiment)
         if report.over is None:
             names = [" ".join(group.points.values()) for group in shown]
             axes.set_xticks(range(len(shown)), names, rotation=20, ha="right", fontsize="small")
-        else:
-            axes.set(xlabel=report.over)
-        _name(sweep, axes)
+        elif report.over in FITTED:
+            set_logarithmic(axes.xaxis, axes.yaxis)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend()
 
     return drawn(draw)
-
-
-def _name(sweep: Sweep, axes: Any) -> None:
-    axes.set(ylabel=f"{sweep.metric}, nats per token", title=sweep.config.experiment)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend()

@@ -269,9 +269,7 @@ def as_transformer(config: FANformerConfig) -> FANformerConfig:
     return dataclasses.replace(config, fan=dataclasses.replace(config.fan, placement=TRANSFORMER))
 
 
-def with_same_parameters(
-    config: FANformerConfig, multiple: int = FFN_MULTIPLE, *, like: FANformerConfig | None = None
-) -> FANformerConfig:
+def with_same_parameters(config: FANformerConfig, multiple: int = FFN_MULTIPLE) -> FANformerConfig:
     """Return the model with as many parameters as its Transformer twin: d_ff shrinks by FAN's parameters.
 
     At p_ratio 0.25 the 1B model goes from 8192 to the paper's 7680. Two FAN layers in place of the SwiGLU have fewer
@@ -279,9 +277,8 @@ def with_same_parameters(
 
     Args:
         multiple: d_ff is rounded to a multiple of it.
-        like: another model of the same layers and width, in place of the twin.
     """
-    other, placement = like or as_transformer(config), config.placement
+    other, placement = as_transformer(config), config.placement
     missing = other.placement.parameters(other) - placement.parameters(config)
     exact = config.ffn_hidden_size + missing / placement.parameters_of_ffn_unit(config)
     return dataclasses.replace(config, ffn_hidden_size=max(1, round(exact / multiple)) * multiple)
