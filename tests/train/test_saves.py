@@ -1,6 +1,5 @@
 """The order in which a run's saves take place."""
 
-import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from unittest.mock import Mock, call
 import pytest
 
 from megatron_fanformer.checkpoint import run_folder
+from megatron_fanformer.checkpoint.remote import FINISH_SECONDS
 from megatron_fanformer.data.chat_template import attached_files
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.train.interrupts import Interrupts
@@ -47,8 +47,8 @@ def test_a_save_begins_once_the_one_before_is_published() -> None:
 @pytest.mark.parametrize(
     ("was_stopped", "signals", "seconds", "is_enough"),
     [
-        (False, [False, False], math.inf, False),
-        (False, [False, True], math.inf, True),  # while it waits
+        (False, [False, False], FINISH_SECONDS, False),
+        (False, [False, True], FINISH_SECONDS, True),  # while it waits
         (False, [True, True], STOPPED_MIRROR_SECONDS, False),  # in the last step, which is no end by a signal
         (True, [True, True], STOPPED_MIRROR_SECONDS, False),
     ],
