@@ -244,7 +244,6 @@ class SeenSources(Callback):
         return {f"data/{label}/{what}": number for label, seen in numbers for what, number in seen.items()}
 
     def _after(self, step: int) -> Seen:
-        """Return it of the present sources."""
         self._samples += self._of_steps(self._step + 1, step)
         for skipped in self._skipped:
             if self._step < skipped <= step:

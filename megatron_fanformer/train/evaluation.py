@@ -66,7 +66,6 @@ class Evaluation:
         return any(self._intervals_due(step))
 
     def _intervals_due(self, step: int) -> tuple[bool, bool]:
-        """Return whether validation sets are due after a step, and whether tasks and perplexity sets are."""
         validation_interval = self._config.training.eval_interval
         evaluation_interval = self._config.evaluation.interval or validation_interval
         is_last = step >= self._config.training.steps

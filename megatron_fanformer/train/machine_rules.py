@@ -82,7 +82,6 @@ def layer_problems(
 
 
 def _rope_problem(model: FANformerConfig, parallel: ParallelConfig, *, with_engine: bool) -> str | None:
-    """Return why the Engine's kernel of rotary positions cannot be used, if it cannot."""
     ranks = parallel.tensor_model_parallel_size
     if not with_engine:
         return "its kernel is Transformer Engine's, whose layers are not in use here"

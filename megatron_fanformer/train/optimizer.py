@@ -70,7 +70,6 @@ def weight_norm(optimizer: "MegatronOptimizer") -> float:
 
 
 def _overrides(rule: AdamW, stages: list[Any]) -> dict[Any, dict[str, Any]]:
-    """Return the rule's parameter groups, as megatron-core takes them."""
     from megatron.core.optimizer import ParamKey
     from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 

@@ -138,7 +138,6 @@ class _LayerPhases:
 
 
 def _metrics(sums: Tensor, largest: Tensor) -> dict[str, list[float]]:
-    """Return each metric by name, with a number for each layer, from the counts of all ranks."""
     units = largest.shape[1]
     cos, sin, weight_squares, phase_squares = sums.split([units, units, 2, 2], dim=1)
     tokens = phase_squares[:, :1] / units

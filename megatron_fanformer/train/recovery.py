@@ -65,11 +65,6 @@ class RecoveryConfig:
     iterations_to_skip: list[int] = field(default_factory=list)
     """Steps whose samples are skipped."""
 
-    @property
-    def judges_steps(self) -> bool:
-        """True if a step can be bad."""
-        return self.check_for_nan_in_loss_and_grad or self.check_for_spiky_loss
-
     def problems(self) -> list[str]:
         """Return the rules of single fields that this configuration breaks, one line each."""
         broken = partial(broken_fields, "recovery", self)

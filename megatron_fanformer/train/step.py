@@ -33,7 +33,7 @@ from megatron_fanformer.train.optimizer import single_optimizers
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Results of one step; the same on every rank (`grad_norm`: where steps are judged)."""
+    """Results of one step; the same on every rank."""
 
     loss: float
     """Mean cross entropy per token, in nats; 0 without tokens."""
@@ -147,7 +147,6 @@ def attempt_step(
     num_micro_batches: int,
     *,
     listen: Callable[[], Interrupts] = Interrupts,
-    is_judged: bool = True,
 ) -> StepResult:
     """Compute a step up to the update: leave the gradients of the next global batch in the buffers.
 
@@ -157,7 +156,6 @@ def attempt_step(
 
     Args:
         listen: returns, after backward, this rank's pending requests; all ranks learn of them with the loss.
-        is_judged: whether each rank decides by the numbers what to do with the step.
     """
     for stage in stages:
         stage.zero_grad_buffer()
@@ -170,7 +168,7 @@ def attempt_step(
         z_losses = head.take_z_losses() if isinstance(head, LossHead) else None
         local = torch.cat([sums_of_batches, sums_of_batches.new_zeros(1) if z_losses is None else z_losses.view(1)])
     sums = _sum_over_ranks(local, grid, listen())
-    grad_norm = gradient_norm(optimizer, grid, is_judged=is_judged)
+    grad_norm = gradient_norm(optimizer, grid)
     loss, tokens, z_loss, *interrupts = sums.tolist()
     return StepResult(
         loss=loss / max(tokens, 1.0),
@@ -181,18 +179,18 @@ def attempt_step(
     )
 
 
-def gradient_norm(optimizer: MegatronOptimizer, grid: RankGrid, *, is_judged: bool) -> float:
+def gradient_norm(optimizer: MegatronOptimizer, grid: RankGrid) -> float:
     """Return the global norm of the gradients in the buffers, before clipping; waits for the device.
 
     Without the distributed optimizer each replica takes the norm of its sums, and so does each of several instances.
     A fault on one of their machines must not make them decide otherwise than the others, which would wait for them for
-    ever: a norm that is judged is then the largest of all, and one that is not finite counts as inf.
+    ever: the norm is then the largest of all, and one that is not finite counts as inf.
     """
     with record_function("phase gradient norm"):
         optimizer.prepare_grads()
         local = float(optimizer.get_grad_norm())
     sharing = single_optimizers(optimizer)[0].get_grad_stats_parallel_group()
-    if not is_judged or sharing.size() == grid.world_size:
+    if sharing.size() == grid.world_size:
         return local
     finite = local if math.isfinite(local) else math.inf  # NaN has no place in an order
     largest = torch.tensor(finite, dtype=torch.float64, device=grid.torch_device)

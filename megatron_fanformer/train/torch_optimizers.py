@@ -71,7 +71,6 @@ class Adam(torch.optim.Optimizer):
                 store(moments, exact)
 
     def _state_of(self, weight: Tensor, *names: str) -> dict[str, Tensor]:
-        """Return a weight's state, which its first step makes."""
         if not self.state[weight]:
             self.state[weight] = {
                 name: torch.zeros_like(weight, dtype=self.state_dtypes.get(name, weight.dtype)) for name in names
@@ -103,7 +102,6 @@ def with_bf16_moments(fused: type[torch.optim.Optimizer]) -> type[torch.optim.Op
 def _update(
     group: dict[str, Any], weights: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor]
 ) -> None:
-    """Advance weights and moments in place, all of one type."""
     beta1, beta2 = group["betas"]
     step = torch.full((), float(group["step"]), device=group["params"][0].device)  # made there, and only read
     torch._fused_adamw_(
@@ -275,14 +273,12 @@ def exchanged(settings: Settings, matrices: dict[int, Matrix], directions: dict[
 
 
 def _joined(matrix: Matrix, parts: Sequence[Tensor], tensor: int) -> Tensor:
-    """Return the whole matrix, of all ranks' parts."""
     step, senders = (tensor, parts) if matrix.shards > 1 else (1, parts[::tensor])
     shards = [torch.cat(list(senders[shard::step])).view(matrix.shard) for shard in range(matrix.shards)]
     return torch.cat(shards, dim=matrix.dimension) if len(shards) > 1 else shards[0]
 
 
 def _all_to_all(given: Tensor, sent: list[int], received: list[int], settings: Settings) -> tuple[Tensor, ...]:
-    """Return what each rank sent, flat, of so many elements."""
     taken = given.new_empty(sum(received))
     dist.all_to_all_single(taken, given, received, sent, group=settings.group)
     return taken.split(received)

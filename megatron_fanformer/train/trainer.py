@@ -205,7 +205,7 @@ class Trainer:
         with ExitStack() as contexts:
             for callback in self._callbacks:
                 contexts.enter_context(callback.around_attempt(self.step))
-            result = attempt_step(*parts, listen=self._listener.now, is_judged=self.config.recovery.judges_steps)
+            result = attempt_step(*parts, listen=self._listener.now)
         return result, self._bad_steps.fault_in(result.loss, result.grad_norm)
 
     def _skipped(self, reason: str) -> dict[str, Any]:
@@ -247,7 +247,6 @@ class Trainer:
     # -- evaluation, saves, the end
 
     def _evaluate_if_due(self) -> dict[str, float]:
-        """Measure what is due after this step besides training."""
         if not self._evaluation.is_due(self.step):
             return {}
         try:
@@ -260,7 +259,6 @@ class Trainer:
         return metrics
 
     def _save_if_due(self, *, force: bool) -> bool:
-        """Save if this step is due, and return whether it was."""
         interval = self.config.checkpoint.save_interval
         due = interval is not None and self.step % interval == 0
         if self._bad_steps.in_a_row:
