@@ -68,10 +68,7 @@ class Source:
 
 
 def source_labels(sources: Sequence[Source]) -> list[str]:
-    """Return a short name for each source: its path below the folder of all, or its whole name where that is no other.
-
-    Several files of one source go by the folder that they are in.
-    """
+    """Return a short name for each source: its path (of files, their folder) below that of all, or its whole name."""
     path_lists = [[path if is_url(path) else os.path.abspath(path) for path in source.paths] for source in sources]
     paths = [source_paths[0] if len(source_paths) == 1 else _common_folder(source_paths) for source_paths in path_lists]
     folder = _common_folder([os.path.dirname(path) for path in paths])
@@ -201,10 +198,7 @@ def _npy_as_one(sources: Sequence[Source]) -> list[Source]:
 
 
 def blend_problems(name: str, items: Sequence[Word]) -> list[str]:
-    """List the problems of a blend; `name` is the setting that holds it. No file is opened except a blend file.
-
-    Those on other stores are looked up by `check_files`.
-    """
+    """List the problems of a blend; `name` is the setting that holds it. No file is opened except a blend file."""
     try:
         blend = parse_blend(items)
     except InputError as error:

@@ -108,11 +108,8 @@ class ChatTemplate:
         Arguments of tool calls are given as stated; those that are JSON text as objects where the template cannot
         render the text, or would escape it.
 
-        Args:
-            needs_learned: refuse a conversation with a turn whose learned span is unknown, as training must; else such
-                turns have no span.
-
-        Raises TemplateRefusal if it cannot render this one.
+        Raises TemplateRefusal if it cannot render this one, or where `needs_learned`, as in training, and the learned
+        span of a turn is unknown; else such turns have no span.
         """
         others, escaped = _with_objects(messages)
         try:

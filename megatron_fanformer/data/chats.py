@@ -52,8 +52,7 @@ class ChatFiles:
     def __getitem__(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Return a conversation's ids, [t] int64, and which of them are learned, [t] bool.
 
-        Raises CorruptError where the mask holds something else than 0 and 1, or nothing is learned, which
-        `prepare --chat` never writes.
+        Raises CorruptError where the mask holds something else than 0 and 1, or nothing is learned.
         """
         start, count = int(self.starts[number]), int(self.lengths[number])
         ids, mask = (array[start : start + count] for array in self._mapped)
@@ -78,10 +77,7 @@ def is_row_folder(path: str | Path) -> bool:
 
 
 def open_chats(prefix: str) -> ChatFiles:
-    """Open a prefix of `prepare --chat`, or a folder in the form of OLMo's script.
-
-    Raises InputError for missing files, CorruptError for those that disagree with one another or with their manifest.
-    """
+    """Open a prefix of `prepare --chat`, or a folder in the form of OLMo's script. Raises InputError, CorruptError."""
     if is_row_folder(prefix):
         return _open_rows(prefix.rstrip("/"))
     mask = Path(prefix + MASK_SUFFIX)

@@ -7,7 +7,6 @@ are small, and are sent to all of them; beyond these they only map the files. to
 import dataclasses
 import logging
 import os
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -87,7 +86,6 @@ def check_files(config: DataConfig, vocab_size: int | None = None) -> CheckedDat
             [0, vocab_size); an id that ends documents is needed and not known.
         CorruptError: token files that disagree with their index or their manifest.
     """
-    started = time.monotonic()
     forget()
     train = config.blend(config.train_data)
     valid = {name: config.blend(items) for name, items in config.valid_data.items()}
@@ -108,16 +106,12 @@ def check_files(config: DataConfig, vocab_size: int | None = None) -> CheckedDat
             logger.info("looking up %d token files on other stores", len(urls))
             look_up(urls)
         _check_token_files(data, config, vocab_size)
-    logger.debug(
-        "checked %d pairs, %d .npy files and %d sources in %.1f s",
-        *(len(data.pairs), len(data.npy_files), len(data.sources()), time.monotonic() - started),
-    )
     return data
 
 
 def _check_token_files(data: CheckedData, config: DataConfig, vocab_size: int | None) -> None:
     """Open the pairs and the .npy files of `data`, and add them to it."""
-    parts = [] if config.applied_split is None else split_bounds(config.applied_split)
+    parts = [] if config.split is None else split_bounds(config.split)
     bounds = {number: part for number, part in enumerate(parts) if part is not None}
     for source in data.sources():
         data.stats.update({str(path): _stat_of(path) for path in source.files})
@@ -174,12 +168,12 @@ def _chat_template(train: Blend) -> str | None:
 
 def training_conversations(config: DataConfig) -> Conversations:
     """Open the training set of chats; raises as `Conversations`."""
-    return Conversations(parse_chats(config.train_data), split=config.applied_split)
+    return Conversations(parse_chats(config.train_data), split=config.split)
 
 
 def validation_conversations(config: DataConfig) -> dict[str, Conversations]:
     """Return the validation sets of chats by name; raises as `Conversations`."""
-    if config.applied_split is not None:
+    if config.split is not None:
         blend = parse_chats(config.train_data)
-        return {SPLIT_VALIDATION: Conversations(blend, split=config.applied_split, part=VALIDATION)}
+        return {SPLIT_VALIDATION: Conversations(blend, split=config.split, part=VALIDATION)}
     return {name: Conversations(parse_chats(items)) for name, items in config.valid_data.items()}

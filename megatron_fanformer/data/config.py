@@ -57,8 +57,10 @@ class DataConfig:
             problems += of_items(f"data.valid_data.{name}", items)
         if self.stages:
             problems += self._mix_problems(problems)
-        if self.is_chats:
-            problems += self._chat_problems()
+        if self.is_chats and not self.reset_attention_mask:
+            problems.append("data.reset_attention_mask: false, but packed conversations are kept apart; leave it out")
+        if self.is_chats and self.eod_mask_loss:
+            problems.append("data.eod_mask_loss: true, but chats state themselves what is learned; leave it out")
         if self.split is not None:
             if self.valid_data:
                 problems.append("data.split: cannot be combined with data.valid_data; remove one of the two")
@@ -90,28 +92,15 @@ class DataConfig:
         problems = mix_problems(self.stages)
         return problems or ([] if others else overlap_problems([self.train_data, *self.stages.values()]))
 
-    def _chat_problems(self) -> list[str]:
-        problems = []
-        if not self.reset_attention_mask:
-            problems.append("data.reset_attention_mask: false, but packed conversations must not see one another")
-        if self.eod_mask_loss:
-            problems.append("data.eod_mask_loss: true, but chats state themselves which ends of text are learned")
-        return [f"{problem}; leave it out" for problem in problems]
-
     @property
     def is_chats(self) -> bool:
         """Return whether samples are packed conversations."""
         return self.format == "sft"
 
     @property
-    def applied_split(self) -> str | None:
-        """Return `split`, unless validation sets take its place."""
-        return None if self.valid_data else self.split
-
-    @property
     def validation_sets(self) -> list[str]:
         """Return the names of the validation sets, that of a split among them."""
-        return list(self.valid_data) if self.applied_split is None else [SPLIT_VALIDATION]
+        return list(self.valid_data) if self.split is None else [SPLIT_VALIDATION]
 
     @property
     def marks_documents(self) -> bool:

@@ -79,8 +79,8 @@ def build_datasets(
     if data is None:
         data = on_main(functools.partial(check_files, config))
     sets = _DatasetBuilder(data=data, seq_length=seq_length, seed=seed, vocab_size=vocab_size, eod_id=eod_id)
-    if config.applied_split is not None:
-        parts = sets.of_split(data.train, {TRAIN: train_samples, VALIDATION: valid_samples}, config.applied_split)
+    if config.split is not None:
+        parts = sets.of_split(data.train, {TRAIN: train_samples, VALIDATION: valid_samples}, config.split)
         train, valid = parts[TRAIN], {SPLIT_VALIDATION: parts[VALIDATION]}
     else:
         valid = {name: sets.of_blend(blend, VALIDATION, valid_samples) for name, blend in data.valid.items()}
@@ -137,10 +137,7 @@ class _DatasetBuilder:
         self._eod_id = eod_id
 
     def of_blend(self, blend: Blend, part: int, size: int | None) -> Any:
-        """Return the dataset of all documents of a blend, of at least `size` samples, as one of the parts.
-
-        A `size` of None is one epoch.
-        """
+        """Return the dataset of all documents of a blend, of at least `size` samples (None: one epoch), as a part."""
         if not any(source.is_npy for source in blend.sources):
             return self._of_pairs(blend, {part: size}, None)[part]
         if len(blend.sources) == 1:

@@ -81,8 +81,7 @@ class DataFingerprint(msgspec.Struct, frozen=True, kw_only=True):
 
     def as_plain(self) -> dict[str, Any]:
         """Return it as a checkpoint holds it."""
-        values: dict[str, Any] = msgspec.to_builtins(self)
-        return values
+        return dict(msgspec.to_builtins(self))
 
 
 def fingerprint_from_plain(values: Any, where: Path) -> DataFingerprint | None:
@@ -117,7 +116,7 @@ def fingerprint_data(
 
     later = [MixFingerprint(first_step=mix.first_step, digest=digest(mix.blend)) for mix in mixes[1:]]
     return DataFingerprint(
-        train=SetFingerprint(digest=digest(data.train, config.applied_split), samples=samples, stages=later),
+        train=SetFingerprint(digest=digest(data.train, config.split), samples=samples, stages=later),
         valid={name: SetFingerprint(digest=digest(blend)) for name, blend in data.valid.items()},
         tokenizer=sha256_of(tokenizer_file(config.tokenizer)) if config.tokenizer else None,
     )

@@ -210,10 +210,7 @@ def refuse_changed(files: Sequence[RemoteFile]) -> None:
 
 
 def listed(url: str, suffix: str | tuple[str, ...]) -> list[str]:
-    """Return the URLs of the files of a folder (a URL that ends in /) or of a glob pattern, sorted.
-
-    Those whose names end in `suffix`, or one of them.
-    """
+    """Return the sorted URLs of a folder (a URL that ends in /) or of a glob pattern, whose names end in `suffix`."""
 
     def list_all(urls: list[str]) -> list[list[str]]:
         names = [_request(url, "ls" if url.endswith("/") else "glob", detail=False) or [] for url in urls]

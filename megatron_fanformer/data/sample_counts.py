@@ -31,13 +31,9 @@ class SampleCounts:
     def check(
         self, config: DataConfig, *, train_samples: int, valid_samples: int | None, mixes: Sequence[Mix] = ()
     ) -> None:
-        """Check that the data suffice for a run, which has one mix where `mixes` are none.
-
-        Raises:
-            InputError: a set with no whole sample, a split that leaves a part without documents.
-        """
+        """Raise InputError where a set has no whole sample, or a split leaves a part without documents."""
         train = self._data.train
-        if config.applied_split is not None:
+        if config.split is not None:
             for sizes in self.built_together(train, {TRAIN: train_samples, VALIDATION: valid_samples}):
                 self.of_pairs(train, sizes, is_split=True)
         elif len(mixes) > 1:
@@ -60,7 +56,7 @@ class SampleCounts:
 
     def epoch_samples(self, config: DataConfig, blend: Blend) -> list[float]:
         """Return the samples of an epoch of each source of a training mix: of a split, those of its training part."""
-        if config.applied_split is None:
+        if config.split is None:
             return [self.epoch_of(source) for source in blend.sources]
         return [self._tokens(source, TRAIN, is_split=True) / self._seq_length for source in blend.sources]
 
@@ -70,7 +66,7 @@ class SampleCounts:
         megatron-core shuffles all epochs of a pair together. (Those of .npy files are shuffled one by one.) In doubt,
         within a hundredth of an epoch, it is true.
         """
-        blend, is_split = self._data.train, config.applied_split is not None
+        blend, is_split = self._data.train, config.split is not None
         if any(source.is_npy for source in blend.sources):
             weights: list[float] | None = self.of_mixed(blend, train_samples)[0]
         else:

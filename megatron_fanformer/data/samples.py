@@ -71,10 +71,8 @@ class ChatDataset(Epochs):
     """Samples of chats for fine-tuning: whole conversations packed to seq_length, each a document of its own.
 
     A sample has every token of its conversations as an input. A label is the next token of the same conversation, so
-    that the last one predicts nothing; the files' mask of that very token says whether it is learned, whatever its id:
-    an end of text that is learned counts, also where padding has the same id. Sample n depends on the files, their
-    order, seq_length and the seed alone. Some 35 bytes a conversation are held in memory, which forked loader processes
-    share.
+    that the last one predicts nothing; the files' mask of that very token says whether it is learned, whatever its id.
+    Sample n depends on the files, their order, seq_length and the seed alone.
     """
 
     def __init__(
@@ -108,8 +106,7 @@ class ChatDataset(Epochs):
 
     def members(self, index: int) -> Sequence[int]:
         """Return the numbers of a sample's conversations, in the order in which they stand in it."""
-        members: list[int] = self._packing.of(self.number(index)).tolist()
-        return members
+        return list(map(int, self._packing.of(self.number(index))))
 
 
 # -- where a sample's tokens are in the token files

@@ -161,12 +161,10 @@ def read_index(
     On the way, the tokens of `parts` are counted, by number, each between two fractions of the sequences, which are
     rounded as megatron-core does.
 
-    Args:
-        cache: the folder to which the index of a pair on another store is copied, once for each version of it.
+    The index of a pair on another store is copied to the folder `cache`, once for each version of it.
 
-    Raises:
-        InputError: a file is missing.
-        CorruptError: the index has another format or wrong entries, or is of another .bin file; names file and field.
+    Raises InputError where a file is missing, CorruptError where an index has another format, a wrong entry, which is
+    named, or is of another .bin file.
     """
     if is_url(prefix):
         return _read_remote_index(prefix, parts, cache)
@@ -325,9 +323,7 @@ class NpyFile:
 def open_npy_files(paths: Iterable[str], dtype: NpyType) -> list[NpyFile]:
     """Check each file; `dtype` is the type of those that have no manifest beside them.
 
-    Raises:
-        InputError: a file that is missing, that has NumPy's own header, or with a manifest of another name's files.
-        CorruptError: a file that ends within a token, or of another size than its manifest says.
+    Raises InputError, and CorruptError for a file that ends within a token, or of another size than its manifest says.
     """
     paths = list(paths)
     urls = [path for path in paths if is_url(path)]

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,6 @@ SHOWN_PIECES = 8
 # sentencepiece's own mark for a space. A literal one in the text would come back as a space.
 SPACE_MARK = "\u2581"
 NO_ID = -1  # in place of one that a tokenizer does not have, as sentencepiece has it
-
-# The most text that is given to the sentencepiece trainer: it holds all of it in memory, several times over.
-TRAINING_TEXT_BYTES = 100_000_000
 
 
 class SentencePieceTokenizer:
@@ -166,8 +163,7 @@ def load_tokenizer(path: str | Path, *, eod_id: int | None = None, needs_eod: bo
     A document ends with `eod_id`, or as `_end_of_text` finds it. A tokenizer without an end of text has NO_ID there, if
     that is allowed by `needs_eod`.
 
-    Raises:
-        InputError: no such file, another format, no end of text that is needed, or an `eod_id` outside the vocabulary.
+    Raises InputError for no such file, another format, no end of text, or an `eod_id` outside the vocabulary.
     """
     file = tokenizer_file(path)
     try:
@@ -272,9 +268,9 @@ def train_sentencepiece(
 
     decode(encode(x)) == x for every text: no normalisation, no added or removed space, byte fallback for the
     characters that have no piece. Runs of white space and line ends may become pieces, for the sake of code.
-    The end-of-text piece, `<|endoftext|>`, is never matched inside a text. At most 100 MB of text is used.
+    The end-of-text piece, `<|endoftext|>`, is never matched inside a text.
 
-    Raises InputError if the texts are too few for `vocab_size` pieces.
+    sentencepiece holds all texts in memory, several times over. Raises InputError if they are too few.
     """
     import sentencepiece
 
@@ -284,7 +280,7 @@ def train_sentencepiece(
     try:
         with partial.open("wb") as writer:
             sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=_limited(texts),
+                sentence_iterator=iter(texts),
                 model_writer=writer,
                 model_type="bpe",
                 vocab_size=vocab_size,
@@ -295,7 +291,7 @@ def train_sentencepiece(
                 remove_extra_whitespaces=False,
                 add_dummy_prefix=False,
                 allow_whitespace_only_pieces=True,
-                max_sentence_length=TRAINING_TEXT_BYTES,  # longer ones would be skipped silently
+                max_sentence_length=1 << 30,  # longer ones would be skipped silently
                 unk_id=0,
                 eos_id=1,
                 eos_piece=END_OF_TEXT,
@@ -310,12 +306,3 @@ def train_sentencepiece(
     finally:
         partial.unlink(missing_ok=True)
     return model
-
-
-def _limited(texts: Iterable[str]) -> Iterator[str]:
-    left = TRAINING_TEXT_BYTES
-    for text in texts:
-        left -= len(text.encode())
-        if left < 0:
-            return
-        yield text
