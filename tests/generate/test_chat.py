@@ -1,7 +1,6 @@
 """The verb `chat`: answers as transformers gives them, the cache from turn to turn, and what is typed and piped."""
 
 import io
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -143,48 +142,30 @@ def test_what_cannot_be_answered_is_one_line(exported_chat, monkeypatch, capsys,
     assert shown in line
 
 
-class Endless:
-    """Stands in for a conversation: an answer has no end, and Ctrl-C comes at its third piece and at those numbered."""
+class Interrupted:
+    """Stands in for a conversation in whose answers Ctrl-C comes after the first piece."""
 
     forgotten = 0
 
-    def __init__(self, *interrupted: int) -> None:
-        self.interrupted, self.asked, self.pieces = interrupted, [], 0
-
-    def answer(self, text: str) -> Iterator[str]:
-        self.asked.append(text)
-        for number in range(100):
-            if number in self.interrupted:
-                signal.raise_signal(signal.SIGINT)
-            self.pieces += 1
-            yield "."
-
-    def reset(self) -> None:
-        self.asked.clear()
-
-
-def typed(monkeypatch, *lines: str | BaseException | signal.Signals) -> None:
-    """What is typed at the prompt: lines, the end of input, Ctrl-C."""
-    rest = iter(lines)
-
-    def next_line(_prompt: str) -> str:
-        line = next(rest)
-        if isinstance(line, signal.Signals):
-            signal.raise_signal(line)
-        if isinstance(line, BaseException):
-            raise line
-        return line
-
-    monkeypatch.setattr("builtins.input", next_line)
+    @staticmethod
+    def answer(_text: str) -> Iterator[str]:
+        yield "."
+        raise KeyboardInterrupt
 
 
 def test_ctrl_c_ends_an_answer_and_twice_the_program(monkeypatch, capsys):
-    typed(monkeypatch, "one", signal.SIGINT)
-    chat = Endless(2)
+    def talk(*lines: str | None) -> None:
+        typed = iter(lines)
+
+        def next_line(_prompt: str) -> str:
+            if (line := next(typed)) is None:
+                raise KeyboardInterrupt
+            return line
+
+        monkeypatch.setattr("builtins.input", next_line)
+        chat_module._talk_in_terminal(Interrupted())
+
     with pytest.raises(KeyboardInterrupt):  # the one that ended the answer, and one at the prompt
-        chat_module._talk_in_terminal(chat)
-    assert (chat.asked, chat.pieces) == (["one"], 2)
-    typed(monkeypatch, "one", "/reset", signal.SIGINT, "two", "/quit")
-    chat_module._talk_in_terminal(chat)
-    assert (chat.asked, chat.pieces) == (["two"], 6)
-    assert capsys.readouterr().out.splitlines() == ["..", "..", "", ".."]
+        talk("one", None)
+    talk("one", "", None, "two", "/quit")
+    assert capsys.readouterr().out.splitlines() == [".", ".", "", "."]
