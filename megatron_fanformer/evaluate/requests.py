@@ -122,15 +122,16 @@ def make_requests(
     places: Sequence[tuple[int, int, int]],
     contexts: Sequence[list[int]],
     continuations: Sequence[list[int]],
-    lengths: Sequence[tuple[int, ...]],
+    texts: Sequence[tuple[str, str]],
 ) -> TaskRequests:
     """Return the requests of a task, none of them cut.
 
     Args:
         places: the document, the choice and the right choice of each.
         contexts: ids of each, at least one: the end of text for an empty one.
-        lengths: lengths of each continuation's text, in the order of LENGTHS.
+        texts: each continuation, and that without the space that it begins with.
     """
+    lengths = [(len(text), len(bare), len(text.encode()), len(bare.encode())) for text, bare in texts]
     documents, choices, labels = np.array(places, np.int32).T
     return TaskRequests(
         name=name,

@@ -8,8 +8,7 @@ import pytest
 
 from megatron_fanformer.data.tokenizer import Tokenizer
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.evaluate.own_tasks import own_requests, read_task
-from megatron_fanformer.evaluate.prepare import prepare_requests
+from megatron_fanformer.evaluate.prepare import own_requests, prepare_requests, read_task
 from megatron_fanformer.evaluate.requests import TaskRequests
 from megatron_fanformer.evaluate.tasks import resolve
 from tests.evaluate.made_up import rows
