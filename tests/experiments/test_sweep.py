@@ -1,13 +1,13 @@
 """Sweeps: their files, their cells, runs that are killed, and reports."""
 
-import contextlib
+import multiprocessing
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,14 @@ from megatron_fanformer.experiments.sweep import TRAIN, CellsFailed, run_sweep, 
 from megatron_fanformer.experiments.sweep_report import CSV, PICTURE, write_report
 from tests.experiments.making import STAND_IN, changed, write_sweep
 from tests.experiments.stand_in import BASE_THAT_FAILS, train
-from tests.patience import PATIENCE_SECONDS
 from tests.small_runs import write_config, write_tokens
 
 Command = tuple[str, ...]
+ONE_CELL: dict[str, Any] = {
+    "axes": {"size": {"d16": {"model.hidden_size": 16}}},
+    "seeds": 1,
+    "report": {"compare": "size", "baseline": "d16"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -41,40 +45,25 @@ def silent(_line: str) -> None:
     """For what is told of cells."""
 
 
-def in_child(function: Callable[[], None]) -> int:
-    """A child that calls a function, and ends with 0, or with 5 where it was stopped."""
-    child = os.fork()
-    if child:
-        return child
-    code = 1
+def run(sweep: Sweep, command: Command) -> None:
     try:
-        function()
-        code = 0
+        run_sweep(sweep, silent, command=command)
     except Interrupted:
-        code = Interrupted.exit_code
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)
+        sys.exit(Interrupted.exit_code)
 
 
-def end_of(child: int, *, is_time: Callable[[], bool], number: signal.Signals) -> int:
-    """Send a child a signal once it is time, unless it has ended by then; its exit code, negative for a signal."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not is_time() and time.monotonic() < deadline:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
+def run_until(
+    sweep: Sweep, is_time: Callable[[], bool], number: signal.Signals = signal.SIGKILL, command: Command = STAND_IN
+) -> int:
+    """Run a sweep in a child, which gets a signal once it is time; its exit code, negative for a signal."""
+    child = multiprocessing.get_context("fork").Process(target=run, args=(sweep, command))
+    child.start()
+    while child.is_alive() and not is_time():
         time.sleep(0.005)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(child, number)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def after(seconds: float) -> Callable[[], bool]:
-    """Return whether some seconds have passed since this call."""
-    moment = time.monotonic() + seconds
-    return lambda: time.monotonic() >= moment
+    if child.is_alive():
+        os.kill(child.pid or 0, number)
+    child.join()
+    return child.exitcode or 0
 
 
 def steps_logged(sweep: Sweep) -> int:
@@ -84,64 +73,57 @@ def steps_logged(sweep: Sweep) -> int:
 
 
 def reported(file: Path) -> tuple[Any, ...]:
-    """All of a report, but the machine."""
+    """All of a report, but the machine and its seconds."""
     sweep = read_sweep(file, needs_data=True)
-    result = msgspec.structs.replace(write_report(sweep), machine={})
+    result = msgspec.structs.replace(write_report(sweep), machine={}, seconds=0.0)
     return result, (sweep.folder / CSV).read_text(), (sweep.folder / PICTURE).read_bytes()
 
 
-def killed_and_run_again(file: Path, command: Command, *, kills: int, steps: int, seed: int) -> int:
-    """Run a sweep, killed at random moments, and then to its end; return how many kills met it alive.
+@pytest.mark.parametrize(
+    ("command", "kills"),
+    [(STAND_IN, 3), pytest.param(TRAIN, 20, marks=[pytest.mark.full, pytest.mark.timeout(3000)])],
+    ids=["stand-in", "real"],
+)
+def test_a_sweep_that_is_killed_and_run_again_has_the_same_report(
+    command: Command, kills: int, tmp_path: Path, tokens: str
+) -> None:
+    """Losses of real runs are those of `evaluate` on their checkpoints, too.
 
     A clock would not do: on a busy machine it measures how busy that is. Two kills of three come once the cells have
-    logged so many steps in all, spread over nine tenths of them, the third within the start.
+    logged so many steps in all, spread over nine tenths of them, the third at the start.
     """
-    generator, killed = random.Random(seed), 0
-    sweep = read_sweep(file, needs_data=True)
-
-    def run() -> None:
-        run_sweep(sweep, silent, command=command)
-
-    for number in range(kills):
-        child = in_child(run)
-        if number % 3 == 2:
-            is_time = after(generator.uniform(0, 2))
-        else:
-            least = 0.9 * steps * (number + generator.random()) / kills
-            is_time = lambda least=least: steps_logged(sweep) >= least  # noqa: E731
-        killed += end_of(child, is_time=is_time, number=signal.SIGKILL) < 0
-    assert end_of(in_child(run), is_time=lambda: False, number=signal.SIGKILL) == 0
-    return killed
-
-
-def test_a_sweep_that_is_killed_and_run_again_has_the_same_report(tmp_path: Path, tokens: str) -> None:
     axes = {"architecture": {"transformer": {"model.fan.placement": "none"}, "fanformer": {}}}
-    changes = {"training.train_iters": 25}
-    report = {"compare": "architecture", "baseline": "transformer"}
-    reports = []
-    for kills in (0, 3):
-        (tmp_path / str(kills)).mkdir()
-        fields = {"axes": axes, "changes": changes, "seeds": 1, "report": report, "folder": str(tmp_path / "same")}
-        file = write_sweep(tmp_path / str(kills), tokens, **fields)
-        killed = killed_and_run_again(file, STAND_IN, kills=kills, steps=2 * 25, seed=3)
-        assert (killed > 0) == (kills > 0)
-        reports.append(reported(file))
-        os.rename(tmp_path / "same", tmp_path / f"done {kills}")
-    assert reports[0] == reports[1]
+    metric = "loss" if command == STAND_IN else "eval/random/CrossEntropyLoss"
+    changes = {
+        "training.train_iters": 60,
+        "checkpoint.save_interval": 5,
+        "evaluation.perplexity": {"sets": {"random": [tokens]}},
+    }
+    report = {"compare": "architecture", "baseline": "transformer", "metric": metric}
+    file = write_sweep(tmp_path, tokens, axes=axes, changes=changes, seeds=1, report=report)
+    sweep, generator = read_sweep(file, needs_data=True), random.Random(3)
+    assert run_until(sweep, lambda: False, command=command) == 0
+    whole = reported(file)
+    shutil.rmtree(sweep.folder)
+    killed = 0
+    for number in range(kills):
+        least = 0 if number % 3 == 2 else 0.9 * 2 * 60 * (number + generator.random()) / kills
+        killed += run_until(sweep, lambda least=least: steps_logged(sweep) >= least, command=command) < 0  # type: ignore[misc]
+    assert killed >= kills / 2
+    assert run_until(sweep, lambda: False, command=command) == 0
+    assert reported(file) == whole
+    for outcome in outcomes(sweep) if command == TRAIN else ():
+        output = tmp_path / "evaluated.json"
+        words = ["evaluate", str(outcome.cell.run), "--perplexity", f"random={tokens}", "--output", str(output)]
+        subprocess.run([sys.executable, "-m", "megatron_fanformer", *words], check=True)
+        again = msgspec.json.decode(output.read_bytes())["perplexity"]["random"]["loss"]
+        assert outcome.loss == pytest.approx(again, abs=1e-6)
+        output.unlink()
 
 
 def test_a_signal_stops_a_sweep_once_its_cell_has_saved(tmp_path: Path, tokens: str) -> None:
     sweep = read_sweep(write_sweep(tmp_path, tokens, changes={"training.train_iters": 300}), needs_data=True)
-
-    def run() -> None:
-        run_sweep(sweep, silent, command=STAND_IN)
-
-    child = in_child(run)
-    metrics = sweep.cells[0].run / "metrics.jsonl"
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not metrics.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert end_of(child, is_time=after(0.3), number=signal.SIGTERM) == Interrupted.exit_code
+    assert run_until(sweep, lambda: steps_logged(sweep) > 9, signal.SIGTERM) == Interrupted.exit_code
     first, *rest = outcomes(sweep)
     assert first.state == "begun" and 0 < first.step < 300
     assert {outcome.state for outcome in rest} == {"to come"}
@@ -205,9 +187,7 @@ def test_cells_at_a_time_share_the_cores_among_all_their_ranks(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("megatron_fanformer.experiments.sweep.usable_cores", lambda: 17)
     changes = {"runtime.threads_per_rank": stated, "parallel.data_parallel_size": 2}
-    axes = {"size": {"d16": {"model.hidden_size": 16}}}
-    report = {"compare": "size", "baseline": "d16"}
-    file = write_sweep(tmp_path, tokens, axes=axes, seeds=1, report=report, changes=changes)
+    file = write_sweep(tmp_path, tokens, **ONE_CELL, changes=changes)
     sweep = read_sweep(file, needs_data=True)
     with pytest.raises(CellsFailed, match="ended before the last step"):
         run_sweep(sweep, silent, jobs=2, command=("echo",))
@@ -283,7 +263,7 @@ def test_all_that_is_wrong_with_a_file_is_told_before_any_cell_starts(tmp_path: 
 
 
 def test_the_validation_of_a_split_is_compared(tmp_path: Path, tokens: str) -> None:
-    file = write_sweep(tmp_path, tokens, axes={"size": {"d16": {}}}, report={"compare": "size", "baseline": "d16"})
+    file = write_sweep(tmp_path, tokens, **ONE_CELL)
     changed(file, changes={"data.valid_data": {}, "data.split": "80,20,0"})
     assert read_sweep(file, needs_data=True).metric == "validation_loss/validation"
     changed(file, changes={"data.valid_data": {}})
@@ -322,15 +302,15 @@ def test_what_a_sweep_decides_itself_is_refused(tmp_path: Path, tokens: str, fie
 def test_a_cell_whose_loss_was_measured_otherwise_is_not_paired_with_the_others(
     tmp_path: Path, tokens: str, changes: dict[str, Any], metric: str, message: str | None
 ) -> None:
-    axes = {"size": {"d16": {"model.hidden_size": 16}}}
-    report = {"compare": "size", "baseline": "d16", "metric": metric}
     first = {
         "training.train_iters": 2,
         "schedule.lr_warmup_iters": 1,
         "evaluation.perplexity.sets": {"own": ["a"]},
         "evaluation.perplexity.limit_tokens": 9,
     }
-    file = write_sweep(tmp_path, tokens, axes=axes, seeds=1, report=report, changes=first)
+    file = write_sweep(
+        tmp_path, tokens, **ONE_CELL | {"report": ONE_CELL["report"] | {"metric": metric}}, changes=first
+    )
     train(read_sweep(file, needs_data=False).cells[0].config.as_dict())
     changed(file, changes=first | changes)
     sweep = read_sweep(file, needs_data=False)
@@ -342,8 +322,7 @@ def test_a_cell_whose_loss_was_measured_otherwise_is_not_paired_with_the_others(
 
 
 def test_a_run_of_before_a_field_was_there_is_the_cells(tmp_path: Path, tokens: str) -> None:
-    axes = {"size": {"d16": {"model.hidden_size": 16}}}
-    file = write_sweep(tmp_path, tokens, axes=axes, seeds=1, report={"compare": "size", "baseline": "d16"})
+    file = write_sweep(tmp_path, tokens, **ONE_CELL)
     sweep = read_sweep(file, needs_data=True)
     train(sweep.cells[0].config.as_dict())
     saved = sweep.cells[0].run / run_folder.CONFIG
@@ -376,40 +355,3 @@ def test_an_arrays_task_starts_its_cell_by_the_users_script(tmp_path: Path, toke
         subprocess.run(["bash", array], env={**environment, "CODE": code}, capture_output=True)
         outcome = outcomes(sweep)[5]
         assert (outcome.state, outcome.diverged) == (state, code == "4"), str(outcome)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(3000)
-def test_a_real_sweep_killed_twenty_times_has_the_report_of_one_that_was_not_and_evaluate_agrees(
-    tmp_path: Path, tokens: str
-) -> None:
-    """Real runs, on two sizes of two architectures: each point again from its checkpoint, to 1e-6."""
-    axes = {
-        "architecture": {"transformer": {"model.fan.placement": "none"}, "fanformer": {}},
-        "size": {"d16": {"model.hidden_size": 16}, "d32": {"model.hidden_size": 32}},
-    }
-    metric = "eval/random/CrossEntropyLoss"
-    changes = {
-        "training.train_iters": 60,
-        "checkpoint.save_interval": 5,
-        "evaluation.perplexity": {"sets": {"random": [tokens]}},
-    }
-    report = {"compare": "architecture", "baseline": "transformer", "metric": metric}
-    reports = []
-    for kills in (0, 20):
-        (tmp_path / str(kills)).mkdir()
-        fields = {"axes": axes, "changes": changes, "seeds": 1, "report": report, "folder": str(tmp_path / "same")}
-        file = write_sweep(tmp_path / str(kills), tokens, **fields)
-        killed = killed_and_run_again(file, TRAIN, kills=kills, steps=4 * 60, seed=kills)
-        assert killed >= kills / 2
-        result, *rest = reported(file)
-        reports.append((msgspec.structs.replace(result, seconds=0.0), *rest))
-        os.rename(tmp_path / "same", tmp_path / f"done {kills}")
-    assert reports[0] == reports[1]
-    os.rename(tmp_path / "done 20", tmp_path / "same")
-    for found in outcomes(read_sweep(file, needs_data=True)):
-        output = tmp_path / f"{found.cell.name}.json"
-        command = ["evaluate", str(found.cell.run), "--perplexity", f"random={tokens}", "--output", str(output)]
-        subprocess.run([sys.executable, "-m", "megatron_fanformer", *command], check=True)
-        again = msgspec.json.decode(output.read_bytes())["perplexity"]["random"]["loss"]
-        assert found.loss == pytest.approx(again, abs=1e-6)
