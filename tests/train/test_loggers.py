@@ -5,7 +5,7 @@ import io
 import json
 import logging
 import math
-import struct
+import sys
 from contextlib import nullcontext
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -21,7 +21,6 @@ from megatron_fanformer.errors import DivergenceError, FanformerError, InputErro
 from megatron_fanformer.train.config import config_from_dict
 from megatron_fanformer.train.loggers import (
     LOGGERS,
-    RUN_ID,
     TENSORBOARD_FOLDER,
     JSONLines,
     Logger,
@@ -116,40 +115,20 @@ def test_tensorboard_shows_each_step_once_in_groups(tmp_path: Path) -> None:
     assert configurations[0].tensor_proto.string_val[0].startswith(b"```yaml\n")
 
 
-def wandb_records(file: Path) -> list[Any]:
-    """The records of a W&B file: a log of LevelDB's, after its header, in blocks of 32 KiB."""
-    from wandb.proto import wandb_internal_pb2
-
-    content, records, place = file.read_bytes(), [], 7
-    while place + 7 <= len(content):
-        if (left := -place % 32768) and left < 7:
-            place += left
-        _, length, kind = struct.unpack("<IHB", content[place : place + 7])
-        part = content[place + 7 : place + 7 + length]
-        records.append(part) if kind in (1, 2) else records.append(records.pop() + part)
-        place += 7 + length
-    return [wandb_internal_pb2.Record.FromString(record) for record in records]
-
-
-@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
-@pytest.mark.full  # starts W&B's own processes
-def test_wandb_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", "offline")
+def test_wandb_goes_on_with_its_run_and_gets_no_step_that_its_server_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = mock.MagicMock()
+    run = wandb.init.return_value
+    run.id, run.step = "abc", 0
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     log_two_lives(tmp_path, wandb_project="small", wandb_exp_name="two lives")
-    files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
-    assert [file.stem for file in files] == [f"run-{(tmp_path / RUN_ID).read_text()}"] * 2
-    shown, rates = {}, []
-    for file in files:
-        for record in wandb_records(file):
-            if record.HasField("run"):
-                assert (record.run.project, record.run.display_name) == ("small", "two lives")
-                rates += [json.loads(e.value_json)["lr"] for e in record.run.config.update if e.key == "optimizer"]
-            if record.HasField("history"):
-                row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
-                shown[row["_step"]] = row
-    assert rates == [0.25, 0.5]
-    assert {step: row["train/loss"] for step, row in shown.items()} == {1: 11, 2: 12, 3: 23, 4: 24, 5: 25}
-    assert shown[4]["validation/validation_loss/books, all"] == 2.0 and shown[4]["train_health/phase_max"] == 3.0
+    assert [call.kwargs["id"] == "abc" for call in wandb.init.call_args_list] == [False, True]
+    assert {call.kwargs["resume"] for call in wandb.init.call_args_list} == {"allow"}
+    assert [call.kwargs["step"] for call in run.log.call_args_list] == [1, 2, 3, 4, 3, 4, 5]
+    run.step = 5
+    log_two_lives(tmp_path, wandb_project="small", wandb_exp_name="two lives")
+    assert [call.kwargs["step"] for call in run.log.call_args_list[7:]] == [5]
 
 
 @pytest.mark.parametrize("is_main", [True, False])

@@ -123,32 +123,6 @@ def test_a_run_in_progress_keeps_ranks_that_another_program_started_out(
     assert not (tmp_path / "run").exists()  # rank 0 let it go again
 
 
-def looks_at_checkpoints(file: Path) -> int:
-    """Run a configuration on this rank; how often it asked which checkpoints there are."""
-    from torch import distributed as dist
-
-    with (
-        mock.patch.object(parallel, "process_group", group),
-        mock.patch.object(run_folder, "checkpoints_to_resume", wraps=run_folder.checkpoints_to_resume) as asked,
-    ):
-        start.run_rank(file, [], address(dist.get_rank(), dist.get_world_size()))
-    return asked.call_count
-
-
-def test_one_rank_decides_once_which_checkpoint_a_run_goes_on_from(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
-    training = {"train_iters": 4, "exit_interval": 2}
-    schedule = {"lr_warmup_iters": 1}
-    values = small_run(write_tokens(tmp_path / "tokens"), tmp_path / "run", training=training, schedule=schedule)
-    file = write_config(tmp_path / "config.yaml", values)
-    for step in (2, 4):
-        assert run_on_ranks(2, looks_at_checkpoints, file) == [1, 0]
-        latest = run_folder.latest_checkpoint(tmp_path / "run")
-        assert latest is not None and latest.name == run_folder.checkpoint_name(step)
-    before = (tmp_path / "run" / run_folder.METRICS).stat().st_mtime_ns
-    assert run_on_ranks(2, looks_at_checkpoints, file) == [1, 0]
-    assert (tmp_path / "run" / run_folder.METRICS).stat().st_mtime_ns == before  # it was complete
-
-
 # -- a changed model
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from megatron_fanformer.checkpoint.stored_files import STATE_PREFIX, read_table
 from megatron_fanformer.model.config import FANConfig
 from megatron_fanformer.plan.matrix_updates import MatrixUpdates, owners, rounds
-from megatron_fanformer.plan.memory import rank_memory
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.train.optimizer import single_optimizers
 from megatron_fanformer.train.optimizers import LARGEST_BF16_DECAY, OPTIMIZERS, OptimizerConfig
@@ -21,8 +20,7 @@ from megatron_fanformer.train.torch_optimizers import COPIED_ELEMENTS, Adam, Muo
 from tests.checkpoint import states
 from tests.checkpoint.states import Shown, parallel_config, small_model, training, world_size
 from tests.ops.test_matrices import exact
-from tests.plan.runs import job_of, run_config
-from tests.plan.simulated_rank import PEAK_TOLERANCE, run_rank
+from tests.plan.runs import job_of
 from tests.small_runs import RunOnRanks
 from tests.train.layouts import gather
 
@@ -245,22 +243,3 @@ def test_ranks_share_momenta_and_products(run_on_ranks: RunOnRanks, layout: str)
     assert all(momenta == sum(held) for held, _, momenta in ranks)
     assert all(owner == ranks[0][1] for _, owner, _ in ranks)
     assert set(ranks[0][1]) == set(range(len(ranks)))
-
-
-def test_a_simulated_rank_sends_and_holds_what_the_formulas_say() -> None:
-    """Of a world that no test could start, and a model of which an update takes more than a layer's backward."""
-    config = run_config(
-        dict(hidden_size=256, ffn_hidden_size=1024),
-        samples=32,
-        micro_batch_size=1,
-        tensor_model_parallel_size=4,
-        sequence_parallel=True,
-        fan_form="column",
-    )
-    config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, name="muon"))
-    simulated = run_rank(config, world_size=32, rank=0)
-    sent = sum(term.message_bytes for term in MatrixUpdates(simulated.job, 0).terms(0))
-    assert [line.message_bytes for line in simulated.collectives if line.kind == "all-to-all"] == [sent]
-    memory = rank_memory(simulated.job, 0)
-    assert memory.moment == "update of a matrix"
-    assert memory.total_bytes == pytest.approx(simulated.peak_bytes, rel=PEAK_TOLERANCE)
