@@ -30,62 +30,9 @@ from tests.prepare.making import WriteLines, as_line
 PARSER = DocumentParser()
 
 
-def text_of(outcome: Document | Refusal) -> str:
-    assert isinstance(outcome, Document)
-    return outcome.text
-
-
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        (b'{"text": "a"', documents.NOT_JSON),
-        (b"[" * 100_000, documents.NOT_JSON),
-        (b'["text"]', documents.NOT_AN_OBJECT),
-        (b'{"id": "1"}', documents.NO_TEXT_FIELD),
-        (b'{"text": 1}', documents.TEXT_NOT_A_STRING),
-        (b'{"text": null}', documents.TEXT_NOT_A_STRING),
-        (b'{"text": ""}', documents.EMPTY_TEXT),
-        (b"", documents.EMPTY_LINE),
-        (b" \r", documents.EMPTY_LINE),
-        (b'{"text": "\xff"}', documents.INVALID_UTF8),
-        (b'{"text": "\\ud800"}', documents.UNPAIRED_SURROGATE),
-    ],
-)
-def test_a_line_that_is_no_document_is_refused_with_its_reason(line: bytes, reason: str) -> None:
-    assert PARSER.parse(line) == Refusal(reason)
-
-
-@pytest.mark.parametrize(
-    ("line", "text"),
-    [
-        (b'{"text": "a\\u0000\\t\\r\\n "}', "a\0\t\r\n "),
-        (b'{"text": "\\ud83d\\ude00"}\r', "\U0001f600"),
-        (b'\xef\xbb\xbf{"text": "after a byte order mark"}', "after a byte order mark"),
-        (b'{"text": "a", "metadata": {"score": NaN}}', "a"),
-    ],
-)
-def test_a_documents_text_comes_out_as_it_is(line: bytes, text: str) -> None:
-    assert text_of(PARSER.parse(line)) == text
-
-
 def test_a_text_field_that_no_json_key_can_match_is_an_input_error() -> None:
     with pytest.raises(InputError, match="text_field"):
         DocumentParser('a"b')
-
-
-@pytest.mark.parametrize(
-    ("fields", "id", "source"),
-    [
-        (b'"id": "a", "source": "web"', "a", "web"),
-        (b"", None, None),
-        (b'"id": 7, "source": null', "7", None),
-        (b'"id": {"a": [1]}, "source": "\\ud800"', '{"a": [1]}', "?"),
-        (b'"id": "\\u00e9"', "\u00e9", None),
-    ],
-)
-def test_id_and_source_are_kept_as_text(fields: bytes, id: str | None, source: str | None) -> None:
-    line = b'{"text": "t"' + (b", " + fields if fields else b"") + b"}"
-    assert PARSER.parse(line) == Document("t", id, source)
 
 
 @pytest.mark.parametrize("field", ["id", "source"])
@@ -223,22 +170,6 @@ def write_parquet(path: Path, columns: dict[str, Any], **options: Any) -> Path:
     return path
 
 
-def test_a_parquet_row_is_a_line(tmp_path: Path) -> None:
-    texts = ["one", None, "", "two\ttwo"]
-    path = write_parquet(tmp_path / "a.parquet", {"other": [1, 2, 3, 4], "text": texts, "id": ["a", "b", "c", "d"]})
-    refusals = [Refusal(documents.TEXT_NOT_A_STRING), Refusal(documents.EMPTY_TEXT)]
-    assert list(read_documents(path)) == ["one", *refusals, "two\ttwo"]
-    [rows] = parsed_blocks(path)
-    assert (rows[0].id, rows[3].id) == ("a", "d")
-
-
-def test_parquet_text_that_is_no_utf8_is_refused(tmp_path: Path) -> None:
-    raw = pyarrow.array([b"good", b"\xff", b"also good"], pyarrow.binary())
-    column = pyarrow.StringArray.from_buffers(3, raw.buffers()[1], raw.buffers()[2])
-    path = write_parquet(tmp_path / "a.parquet", {"text": column, "id": column})
-    assert list(read_documents(path)) == ["good", Refusal(documents.INVALID_UTF8), "also good"]
-
-
 @pytest.mark.parametrize(
     "kind",
     [pyarrow.large_string(), pyarrow.string_view(), pyarrow.dictionary(pyarrow.int8(), pyarrow.string())],
@@ -305,18 +236,6 @@ def test_a_file_that_the_system_fails_to_read_is_named_and_not_damaged(
     with pytest.raises(OSError, match="Input/output error") as error:
         list(read_documents(path))
     assert (error.value.errno, error.value.filename) == (errno.EIO, str(path))
-
-
-@pytest.mark.parametrize("kind", COMPRESS)
-def test_every_stream_of_a_compressed_file_is_read(tmp_path: Path, kind: str) -> None:
-    pieces = [as_line(f"text {number} " + "x" * number) + b"\n" for number in range(300)]
-    whole = b"".join(COMPRESS[kind](b"".join(pieces[at : at + 100])) for at in (0, 100, 200))
-    for name, data in (("a.jsonl", b"".join(pieces)), (f"b.jsonl.{kind}", whole)):
-        (tmp_path / name).write_bytes(data)
-    plain, packed = (
-        list(DocumentFile(tmp_path / name, PARSER.columns).blocks(64)) for name in ("a.jsonl", f"b.jsonl.{kind}")
-    )
-    assert b"".join(packed) == b"".join(plain)  # type: ignore[arg-type]
 
 
 def test_a_window_beyond_the_memory_bound_is_refused(tmp_path: Path) -> None:

@@ -1,5 +1,4 @@
 import gzip
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +16,7 @@ from megatron_fanformer.prepare import prepare as hold_out
 from megatron_fanformer.prepare.documents import BLOCK_BYTES
 from megatron_fanformer.prepare.prepare import PrepareConfig, _settings
 from megatron_fanformer.prepare.shards import work_folder
-from tests.data.chat_making import made_up_chats
-from tests.prepare.making import Prepare, WriteLines, as_line, hashes, prepare_files
+from tests.prepare.making import Prepare, WriteLines, as_line, hashes
 
 
 @pytest.fixture
@@ -40,17 +38,6 @@ def test_megatrons_reader_gives_every_document_and_its_end(
     tokenizer = load_tokenizer(small_tokenizer_file)
     expected = [[*tokenizer.encode(text), tokenizer.eod_id] for text in sample_texts]
     assert [document.tolist() for document in IndexedDataset(token_prefix)] == expected
-
-
-def test_every_sample_document_ends_with_50279_under_the_papers_tokenizer(
-    tmp_path: Path, sample_files: list[Path], olmo_tokenizer_file: Path
-) -> None:
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-    prefix = str(tmp_path / "olmo")
-    prepare_files(prefix, sample_files, olmo_tokenizer_file)
-    ends = [(int(document[-1]), int((document == 50279).sum())) for document in IndexedDataset(prefix)]
-    assert ends == [(50279, 1)] * 30
 
 
 def test_the_bytes_do_not_depend_on_the_number_of_workers(
@@ -321,40 +308,18 @@ def run(tmp_path: Path, documents: Path, small_tokenizer_file: Path) -> HoldOut:
     return run
 
 
-CHAT = {"chat": True, "chat_template": "olmo", "format": "npy"}
-
-
-@pytest.mark.parametrize(
-    ("words", "settings"),
-    [
-        ([], {}),
-        (["--chat", "--chat-template", "olmo", "--format", "npy"], CHAT),
-    ],
-    ids=["documents", "rows of chats"],
-)
 def test_both_are_the_files_of_two_preparations(
-    tmp_path: Path,
-    documents: Path,
-    prepare: Prepare,
-    run: HoldOut,
-    words: list[str],
-    settings: dict[str, Any],
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, documents: Path, prepare: Prepare, run: HoldOut, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if "chat" in settings:
-        for number, file in enumerate(sorted(documents.glob("*.jsonl"))):
-            chats = made_up_chats(4 + number)
-            file.write_text("\n".join(json.dumps({"messages": messages}) for messages in chats))
-        (documents / "6.md").unlink()
     apart, files = tmp_path / "apart", sorted(documents.iterdir())
     held = hold_out.last_share(files, 3)
-    prepare(apart / "x-validation", *held, **settings)
-    prepare(apart / "x", *(file for file in files if file not in held), **settings)
-    assert run("together", *words) == 0
+    prepare(apart / "x-validation", *held)
+    prepare(apart / "x", *(file for file in files if file not in held))
+    assert run("together") == 0
     whole = hashes(tmp_path / "together")
     assert whole == hashes(apart) and len(whole) > 5
     capsys.readouterr()
-    assert run("together", *words) == 0
+    assert run("together") == 0
     assert hashes(tmp_path / "together") == whole
     printed = capsys.readouterr().out.splitlines()
     number = len(files)
@@ -365,27 +330,6 @@ def test_both_are_the_files_of_two_preparations(
         f"training: {number - len(held)} of {number} files, to {x}",
         f"training: {x} {same}",
     ]
-
-
-def test_a_stop_between_the_two_leaves_no_training_and_the_same_command_goes_on(
-    tmp_path: Path, run: HoldOut, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("undisturbed") == 0
-    prepare = hold_out.prepare
-
-    def stopped(config: Any, *args: Any, **named: Any) -> Any:
-        if not config.output.endswith("-validation"):
-            raise KeyboardInterrupt
-        return prepare(config, *args, **named)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(hold_out, "prepare", stopped)
-        assert run("stopped") != 0
-    assert {path.name.partition(".")[0] for path in (tmp_path / "stopped").iterdir()} == {"x-validation"}
-    capsys.readouterr()
-    assert run("stopped") == 0
-    assert hashes(tmp_path / "stopped") == hashes(tmp_path / "undisturbed")
-    assert "x-validation already exists" in capsys.readouterr().out
 
 
 def test_what_is_of_other_inputs_is_refused_before_anything_is_written(
