@@ -9,7 +9,7 @@ There are four differences from our checkpoints. Layers are stacked along a firs
 unless Megatron-LM was set to keep them apart. In Megatron-LM's own layers, a norm that Transformer Engine fuses into
 the map behind it has that map's name. In a HybridModel each of our layers is two, attention and MLP (`*-` repeated in
 --hybrid-layer-pattern), and the final norm has another name. No file states the model: its fields are in the arguments,
-or in the weights' shapes; the activation of FAN's linear rows is in neither, but in the spec, which is code.
+and its FAN in the layer spec, which is code.
 """
 
 import re
@@ -32,7 +32,7 @@ from megatron_fanformer.checkpoint.stored_files import (
 )
 from megatron_fanformer.configuration import read_values
 from megatron_fanformer.convert.megatron_names import SPECS, Arguments, model_fields, model_problems
-from megatron_fanformer.convert.name_table import fan_of_tensors, vocabulary_multiple
+from megatron_fanformer.convert.name_table import vocabulary_multiple
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.model.config import FANformerConfig
 
@@ -138,7 +138,7 @@ def _model(
 ) -> FANformerConfig:
     rows = shapes[EMBEDDING].shape[0] if EMBEDDING in shapes else 0
     arguments = _with_end_of_text(arguments, rows)
-    values = {**model_fields(arguments), **stated, "fan": _fan(folder, arguments, stated, shapes)}
+    values = {**model_fields(arguments), **stated, "fan": _fan(folder, arguments, stated)}
     vocab_size = values.setdefault("vocab_size", rows)
     if type(vocab_size) is int and 0 < vocab_size <= rows:
         values["make_vocab_size_divisible_by"] = vocabulary_multiple(vocab_size, rows)
@@ -159,20 +159,14 @@ def _with_end_of_text(arguments: Arguments, rows: int) -> Arguments:
     return {**arguments, "vocab_size": size + 1} if is_one_more and type(size) is int and size < rows else arguments
 
 
-def _fan(folder: Path, arguments: Arguments, stated: Mapping[str, Any], shapes: Mapping[str, Tensor]) -> Any:
-    """Return the fields of FAN that the tensors show, overridden by those that the user states."""
-    seen = fan_of_tensors({name: tuple(tensor.shape) for name, tensor in shapes.items()})
-    stated_fan = stated.get("fan") or {}
-    if not isinstance(stated_fan, dict):
-        return stated_fan  # refused with the rest
-    if seen.p_ratio is not None and arguments.get("spec") not in SPECS and "activation" not in stated_fan:
-        spec = arguments.get("spec")
-        named = " ".join(map(str, spec)) if isinstance(spec, list) else "not known"
-        raise InputError(
-            f"what acts on FAN's linear rows in {folder} is in its layer spec ({named}), which is code and not read; "
-            "add --config FILE, with model: {fan: {activation: none}} (or gelu) in it"
-        )
-    fields = {name: value for name, value in seen._asdict().items() if value is not None}
-    if seen.v_p_ratio == seen.p_ratio:
-        fields.pop("v_p_ratio", None)
-    return {**fields, **stated_fan}
+def _fan(folder: Path, arguments: Arguments, stated: Mapping[str, Any]) -> Any:
+    """Return the fields of FAN: those that the user states, or the defaults of our layer specs."""
+    spec = arguments.get("spec")
+    if "fan" in stated or spec in SPECS:
+        return stated.get("fan") or {}
+    if not spec:
+        return {"placement": "none"}
+    raise InputError(
+        f"whether {folder} has FAN is in its layer spec ({' '.join(map(str, spec))}), which is code and not read; "
+        "add --config FILE, with model: {fan: {placement: qkv, p_ratio: 0.25, activation: none}} or the like in it"
+    )

@@ -11,7 +11,7 @@ Shapes: n query heads, k query groups, d head size, v vocabulary, h hidden size.
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,14 +19,11 @@ from torch import Tensor
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors, meta_of
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.model.config import FANformerConfig, p_ratio_of
-from megatron_fanformer.model.placements import PLACEMENTS, H, LayerTensor, PlacementName, Size, all_tensors
+from megatron_fanformer.model.placements import H, LayerTensor, Size
 
 Format = Literal["megatron", "reference", "hf"]
-Shape = tuple[int, ...]
 MOST_NAMES_SHOWN = 12
 WEIGHT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-LAYER = "layers.{layer}."
-NEEDED = {"input_layernorm", "mlp.linear_fc1", "mlp.linear_fc2"}  # in every layer
 
 
 # -- transforms
@@ -291,47 +288,6 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST_NAMES_SHOWN]) + more
 
 
-# -- the FAN that tensors show
-
-
-class SeenFAN(NamedTuple):
-    """The fields of `model.fan` that tensors show."""
-
-    placement: PlacementName
-    p_ratio: float | None
-    """The map's p_ratio; None without FAN."""
-    v_p_ratio: float | None
-    """The p_ratio of the values' FAN layer (placement `qk_and_v`)."""
-    bias: bool | None
-    """True if the map has a bias; None without FAN."""
-
-
-def fan_of_tensors(shapes: Mapping[str, Shape], format: Format = "megatron") -> SeenFAN:
-    """Return the FAN of a model's first layer, by names and shapes alone; the others are like it.
-
-    The activation of the linear rows g has no weights, so no tensor shows it.
-
-    Args:
-        shapes: the shapes of all tensors, by their names in that format.
-
-    Raises:
-        CorruptError: there is no whole layer among them, or no p_ratio has these shapes.
-    """
-    layer = _first_layer(shapes, format)
-    if missing := NEEDED - layer.keys():
-        raise CorruptError(
-            f"the {format} weights have no {', '.join(sorted(missing))} in layer 0; name all tensors of a model"
-        )
-    fan_maps = {name for placement in PLACEMENTS.values() for name in placement.own_tensors} & layer.keys()
-    for name, placement in PLACEMENTS.items():
-        if placement.own_tensors == fan_maps and placement.fits(layer):
-            ratios = [inferred_p_ratio(rows, width, None) for rows, width in placement.seen_maps(layer)]
-            p_ratio, v_p_ratio, *_ = *ratios, None, None
-            has_bias = any(tensor.endswith(".bias") for tensor in layer)  # which only FAN has
-            return SeenFAN(name, p_ratio, v_p_ratio, has_bias if placement.is_fanformer else None)
-    raise CorruptError(f"the {format} weights have {', '.join(sorted(fan_maps))} in layer 0, and no placement has")
-
-
 def inferred_p_ratio(fan_rows: int, width: int, stated: float | None, name: str = "p_ratio") -> float:
     """Return the p_ratio of a FAN map of `fan_rows` rows with an output of width w: P + G = P + (w - 2P) = w - P rows.
 
@@ -356,15 +312,3 @@ def inferred_p_ratio(fan_rows: int, width: int, stated: float | None, name: str 
             f"are those of p_ratio {actual:g}; correct {name} in the checkpoint's configuration, or remove it"
         )
     return stated
-
-
-def _first_layer(shapes: Mapping[str, Shape], format: Format) -> dict[str, Shape]:
-    """Return the shapes of layer 0 by Megatron's names (without .weight); parts of one tensor are joined by rows."""
-    layer: dict[str, Shape] = {}
-    for row in map(layer_row, all_tensors()):
-        (megatron,) = row.megatron.names
-        names = [name.format(layer=0) for name in row.naming(format).names]
-        if names and all(name in shapes for name in names):
-            rows = sum(shapes[name][0] for name in names)
-            layer[megatron.partition(LAYER)[2].removesuffix(".weight")] = (rows, *shapes[names[0]][1:])
-    return layer

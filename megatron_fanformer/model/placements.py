@@ -13,7 +13,6 @@ from megatron_fanformer.runtime.layout import FANForm
 if TYPE_CHECKING:
     from megatron_fanformer.model.config import FANConfig, FANformerConfig
 
-Shape = tuple[int, ...]
 Rows = tuple[int, int]
 """Number of rows of a FAN map, and the width of their output."""
 
@@ -127,8 +126,6 @@ class Placement:
     attention_tensors: ClassVar[tuple[LayerTensor, ...]] = (linear_qkv("att_proj.weight"),)
     """Tensors before core attention."""
     mlp_tensors: ClassVar[tuple[LayerTensor, ...]] = SWIGLU
-    own_tensors: ClassVar[frozenset[str]] = frozenset()
-    """FAN maps of names that no other tensor has, by which a model's tensors show the placement."""
     in_words: ClassVar[str] = title
     """The layer's structure in one sentence."""
     reference_fields: ClassVar[Mapping[str, Any] | None] = {"block_type": "sequential", "use_ATF": False}
@@ -168,14 +165,6 @@ class Placement:
     def maps(self, model: "FANformerConfig") -> list[FANMap]:
         """Return the FAN maps of a layer whose rows tensor parallel ranks share."""
         return []
-
-    def seen_maps(self, layer: Mapping[str, Shape]) -> list[Rows]:
-        """Return the rows and widths of `maps`, of the shapes of a layer's tensors (named without `.weight`)."""
-        return []
-
-    def fits(self, layer: Mapping[str, Shape]) -> bool:
-        """Return whether a layer with just `own_tensors` of FAN is one of this placement."""
-        return True
 
     def reference_qkv(self, model: "FANformerConfig", block: Callable[[str], Any], x: Any, fan: Any) -> Sequence[Any]:
         """Return queries, keys and values [b, s, ...] of x by the authors' equations.
@@ -286,7 +275,6 @@ class QKV(Placement):
     title = "FANformer"
     is_fanformer = is_in_attention = True
     attention_tensors: ClassVar[tuple[LayerTensor, ...]] = (*FAN_TENSORS, linear_qkv("att_proj.linear.weight"))
-    own_tensors = frozenset({FAN})
     reference_fields: ClassVar[Mapping[str, Any]] = {"block_type": "sequential", "use_ATF": True}
     fan_forms: ClassVar[Mapping[FANForm, str]] = {"column": "FAN column", "sequence": "FAN sequence"}
 
@@ -299,10 +287,6 @@ class QKV(Placement):
         outputs = self.outputs(model.fan, model.hidden_size, model.value_size)
         names = ((f"{FAN}.weight", "p_ratio"), (f"{V_FAN}.weight", "v_p_ratio"))
         return [FANMap(*name, *output) for name, output in zip(names, outputs, strict=False)]
-
-    def seen_maps(self, layer: Mapping[str, Shape]) -> list[Rows]:
-        """Return that of X_F, which is as wide as the stream."""
-        return [(layer[FAN][0], layer["input_layernorm"][0])]
 
     def reference_qkv(self, model: "FANformerConfig", block: Callable[[str], Any], x: Any, fan: Any) -> Sequence[Any]:
         """Return the parts of a product of X_F."""
@@ -336,18 +320,12 @@ class QKAndV(QKV):
             "separate q and k",
         ),
     )
-    own_tensors = frozenset({FAN, V_FAN})
     reference_fields: ClassVar[Mapping[str, Any]] = {"block_type": "fanformer", "use_ATF": True}
     has_own_values = True
 
     def outputs(self, fan: "FANConfig", hidden_size: int, value_size: int) -> list[tuple[int, float]]:
         """Return X_F and the values."""
         return [(hidden_size, fan.p_ratio), (value_size, fan.value_p_ratio)]
-
-    def seen_maps(self, layer: Mapping[str, Shape]) -> list[Rows]:
-        """Return that of X_F and of the values, which are as wide as all keys."""
-        hidden_size = layer["input_layernorm"][0]
-        return [*super().seen_maps(layer), (layer[V_FAN][0], layer[QK][0] - hidden_size)]
 
     def reference_qkv(self, model: "FANformerConfig", block: Callable[[str], Any], x: Any, fan: Any) -> Sequence[Any]:
         """Return queries and keys of a product of X_F, and the values' FAN layer."""
@@ -404,14 +382,6 @@ class FFN(Placement):
     def maps(self, model: "FANformerConfig") -> list[FANMap]:
         """Return the first layer's: ranks share the columns of the second map, and so no row of it."""
         return [FANMap(f"{FIRST}.weight", "p_ratio", model.ffn_hidden_size, model.fan.p_ratio)]
-
-    def seen_maps(self, layer: Mapping[str, Shape]) -> list[Rows]:
-        """Return the first layer's, as wide as the second's input."""
-        return [(layer[FIRST][0], layer[SECOND][1])]
-
-    def fits(self, layer: Mapping[str, Shape]) -> bool:
-        """Return whether the first map has not the rows of a SwiGLU's gate and up."""
-        return layer[FIRST][0] != 2 * layer[SECOND][1]
 
     def ffn_maps(self, model: "FANformerConfig") -> tuple[Rows, Rows]:
         """Return (1 - p_ratio) f rows of h columns, and (1 - p_ratio) h rows of f."""

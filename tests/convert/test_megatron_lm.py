@@ -52,7 +52,7 @@ from tests.whole_models import read_full_tensors, save_state
 
 STEP = 3
 ONE_RANK = ParallelConfig()
-NO_ACTIVATION = "model: {fan: {activation: none}}\n"
+OWN_FAN = "model: {fan: {p_ratio: 0.125}}\n"
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_ranks_of_megatron_lm(
     (own := tmp_path / "own").mkdir()
     logits = torch.cat(run_on_ranks(2, save_both, model, spec, str(iteration), str(own), apart), dim=-1)
     (tmp_path / "saved" / TRACKER).write_text(str(STEP))
-    (config := tmp_path / "config.yaml").write_text(NO_ACTIVATION)
+    (config := tmp_path / "config.yaml").write_text(OWN_FAN)
     options = ("--config", str(config)) if spec != SPEC else ()
     found, tensors, *_ = open_megatron_lm(iteration, config if options else None)
     write_manifest(own, 0)
@@ -195,7 +195,7 @@ def test_a_transformer_of_megatron_lms_own_layers(tmp_path: Path, convert: Any) 
     )
 
 
-def test_an_own_spec_does_not_tell_the_activation(tmp_path: Path, convert: Any) -> None:
+def test_an_own_spec_does_not_tell_the_fan(tmp_path: Path, convert: Any) -> None:
     folder = saved(tmp_path / "saved", tiny_model(), spec=["my_fanformer", "my_layer_spec"])
     code, printed = convert(folder)
     assert code == 2 and "(my_fanformer my_layer_spec)" in printed and "--config FILE" in printed
@@ -257,7 +257,7 @@ def test_a_null_tokenizers_end_of_text_is_an_id() -> None:
 def test_arguments_that_are_not_there_can_be_stated(tmp_path: Path, convert: Any) -> None:
     folder = saved(tmp_path / "saved", tiny_model())
     torch.save({"iteration": STEP}, folder / f"iter_{STEP:07d}" / COMMON)
-    (config := tmp_path / "config.yaml").write_text(NO_ACTIVATION)
+    (config := tmp_path / "config.yaml").write_text(OWN_FAN)
     code, printed = convert(folder, "--config", str(config))
     assert code == 2 and "model.num_layers is missing" in printed and printed.endswith("state it by --config FILE")
 

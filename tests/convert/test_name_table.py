@@ -10,11 +10,8 @@ from safetensors.torch import load_file
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors
 from megatron_fanformer.convert.huggingface import to_huggingface_config
 from megatron_fanformer.convert.name_table import (
-    Format,
-    SeenFAN,
     convert,
     expected_shapes,
-    fan_of_tensors,
     inferred_p_ratio,
     names_in,
     rows_of,
@@ -22,9 +19,7 @@ from megatron_fanformer.convert.name_table import (
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.hf import FANformerForCausalLM
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
-from megatron_fanformer.model.placements import PLACEMENTS
 from tests.conftest import REFERENCE
-from tests.tiny import tiny_model
 from tests.whole_models import (
     hf_to_megatron,
     logits_bound,
@@ -167,38 +162,6 @@ def test_every_tensor_keeps_its_own_type():
     converted = convert(tensors, GROUPED, "megatron", "hf")
     for name, meta in converted.meta.items():
         assert converted[name].dtype == meta.dtype == (torch.float32 if "norm" in name else torch.bfloat16), name
-
-
-# -- the FAN that tensors show
-
-
-FORMATS: tuple[Format, ...] = ("megatron", "hf", "reference")
-
-
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize(
-    ("fan", "seen"),
-    [
-        (FANConfig(p_ratio=0.25), SeenFAN("qkv", 0.25, None, True)),
-        (FANConfig(p_ratio=0.125, bias=False), SeenFAN("qkv", 0.125, None, False)),
-        (FANConfig(placement="qk_and_v"), SeenFAN("qk_and_v", 0.25, 0.25, True)),
-        (FANConfig(placement="qk_and_v", v_p_ratio=0.125), SeenFAN("qk_and_v", 0.25, 0.125, True)),
-        (FANConfig(placement="ffn", p_ratio=0.125), SeenFAN("ffn", 0.125, None, True)),
-        (FANConfig(placement="none"), SeenFAN("none", None, None, None)),
-    ],
-    ids=str,
-)
-def test_placement_ratios_and_bias_are_seen(format: Format, fan: FANConfig, seen: SeenFAN) -> None:
-    if PLACEMENTS[fan.placement].reference_fields is None and format == "reference":
-        pytest.skip("the authors' format has no such placement")
-    model = tiny_model(num_query_groups=2, fan=fan)  # values are half as wide as the hidden state
-    assert fan_of_tensors(expected_shapes(model, format), format) == seen
-
-
-def test_a_part_of_a_model_is_refused() -> None:
-    shapes = expected_shapes(tiny_model(), "megatron")
-    with pytest.raises(CorruptError, match="name all tensors of a model"):
-        fan_of_tensors({name: shape for name, shape in shapes.items() if "norm" not in name})
 
 
 @pytest.mark.parametrize("hidden_size", [48, 60, 100, 768, 1000])

@@ -25,8 +25,6 @@ from megatron_fanformer.model.placements import (
     FANMap,
     H,
     Placement,
-    Rows,
-    Shape,
     fan_tensors,
 )
 
@@ -42,7 +40,6 @@ class MLPInput(Placement):
     in_words = "FAN in front of its MLP"
     is_fanformer = True
     mlp_tensors = (*fan_tensors(FAN, (FAN_ROWS, H), None, "mlp.fan"), *SWIGLU)
-    own_tensors = frozenset({FAN})
     reference_fields = None
     fan_forms: ClassVar[Mapping[Any, str]] = {"column": "FAN in front of the MLP"}
     has_engine_layers = False
@@ -52,9 +49,6 @@ class MLPInput(Placement):
 
     def maps(self, model: FANformerConfig) -> list[FANMap]:
         return [FANMap(f"{FAN}.weight", "p_ratio", model.hidden_size, model.fan.p_ratio)]
-
-    def seen_maps(self, layer: Mapping[str, Shape]) -> list[Rows]:
-        return [(layer[FAN][0], layer["input_layernorm"][0])]
 
     def local_mlp(self, fan: FANConfig) -> Any:
         return get_mlp_module_spec_for_backend(backend=_Backend(fan), use_te_activation_func=True)
