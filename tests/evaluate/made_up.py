@@ -7,8 +7,9 @@ import numpy as np
 
 from megatron_fanformer.evaluate.requests import LENGTHS, TaskRequests, write_requests
 
-SHAPES = {"copa": (30, 2, "acc"), "piqa": (30, 2, "len_norm"), "hellaswag": (30, 4, "len_norm"), "mrpc": (30, 2, "f1")}
-"""Documents, choices and metric by task: 300 requests of the names of four real ones."""
+SHAPES = {"copa": (2, "acc"), "piqa": (2, "len_norm"), "hellaswag": (4, "len_norm"), "mrpc": (2, "f1")}
+"""Choices and metric by task, of the names of four real ones."""
+DOCUMENTS = 8
 
 
 def made_up_requests(
@@ -56,11 +57,11 @@ def rows(requests: TaskRequests) -> list[list[int]]:
     return [part.tolist() for part in np.split(requests.ids, requests.offsets[1:-1])]
 
 
-def made_up_tasks(vocab_size: int, most_tokens: int, *, documents: int | None = None) -> dict[str, TaskRequests]:
-    """Tasks of random ids, of all lengths up to that; hellaswag has unconditional requests, too."""
+def made_up_tasks(vocab_size: int, most_tokens: int) -> dict[str, TaskRequests]:
+    """Tasks of random ids, 80 requests of all lengths up to that; hellaswag has unconditional requests, too."""
     return {
         name: made_up_requests(
-            [choices] * (documents or count),
+            [choices] * DOCUMENTS,
             metric=metric,
             name=name,
             seed=number,
@@ -68,7 +69,7 @@ def made_up_tasks(vocab_size: int, most_tokens: int, *, documents: int | None = 
             vocab_size=vocab_size,
             most_context=most_tokens - 5,
         )
-        for number, (name, (count, choices, metric)) in enumerate(SHAPES.items())
+        for number, (name, (choices, metric)) in enumerate(SHAPES.items())
     }
 
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from megatron_fanformer.cli import main, read_command
-from megatron_fanformer.convert.recognition import find_checkpoint
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluate.config import EvaluationRequest
@@ -76,11 +75,6 @@ def test_requests_have_the_end_of_text_that_the_checkpoints_state(
     with pytest.raises(InputError, match=rf"2 tokenizers \(.* with end of text {own}, .* with end of text 7\)"):
         prepared(run_folder, other)
     assert first(prepared(run_folder, other, "--eod-id", 9)) == 9
-    shutil.copytree(run_folder, run := tmp_path / "run")  # of the same tokenizer, with an end of text that was stated
-    (find_checkpoint(run) / "generation_config.json").write_text('{"eos_token_id": 8}')
-    assert first(prepared(run)) == 8
-    with pytest.raises(InputError, match=rf"with end of text {own}, .* with end of text 8\)"):
-        prepared(run_folder, run)
     by_hand = tmp_path / "by-hand.safetensors"
     prepare = ["evaluate", "--prepare", by_hand, "--tasks", file, "--tokenizer", tokenizer_file, "--eod-id", 7]
     assert main([str(argument) for argument in prepare]) == 0

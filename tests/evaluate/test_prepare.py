@@ -18,9 +18,6 @@ from tests.evaluate.made_up import rows
 EOS = 50279  # of the paper's tokenizer
 SHORT = 128  # some contexts of commitment_bank are longer
 REQUESTS, TOKENS = 65_875, 5_085_282  # of the paper's tasks with its tokenizer; a model is given all ids but the last
-MAJORITIES = {"mrpc": 0.6838, "rte": 0.5271, "sst2": 0.5092}
-ALWAYS_YES = 0.8122  # F1 of mrpc
-ROUNDED = 5e-5
 THEIR_LENGTHS = {
     "characters": "cont_str_len",
     "characters_no_space": "cont_str_len_no_leading_space",
@@ -81,19 +78,6 @@ def test_requests_are_what_the_library_would_give_a_model(
             at += 1
     assert at == len(ours)
     assert (ours.cut > 0) == (context_length == SHORT)
-
-
-def test_a_model_that_always_says_the_same_gets_the_known_figures(builder):
-    found = {}
-    for name in MAJORITIES:
-        requests = builder(TASKS[name], 2048)
-        of_each = [
-            task_metrics(requests, TaskScores(np.where(requests.choices == choice, -1.0, -2.0))) for choice in (0, 1)
-        ]
-        found[name] = max(metrics["acc"].value for metrics in of_each)
-        if name == "mrpc":
-            assert of_each[0]["f1"].value == pytest.approx(ALWAYS_YES, abs=ROUNDED)
-    assert found == {name: pytest.approx(share, abs=ROUNDED) for name, share in MAJORITIES.items()}
 
 
 def test_a_limit_takes_the_first_documents(builder, olmo_tokenizer_file):

@@ -33,7 +33,7 @@ NAMES = {
 @pytest.fixture
 def requests(tmp_path: Path, olmo_tokenizer_file: Path) -> str:
     digest = hashlib.sha256(olmo_tokenizer_file.read_bytes()).hexdigest()
-    made = made_up_tasks(VOCAB_SIZE, SEQ_LENGTH + 1, documents=8)
+    made = made_up_tasks(VOCAB_SIZE, SEQ_LENGTH + 1)
     return write_made_up(tmp_path / "made-up.requests", made, tokenizer_sha256=digest, context_length=SEQ_LENGTH)
 
 
