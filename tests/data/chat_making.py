@@ -1,18 +1,10 @@
-"""Made-up conversations, and their texts in parts, learned or not, by the definitions of two forms."""
+"""Made-up conversations, and a template."""
 
 import random
 
 CHATML = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-# The same, with what is learned marked in the template.
-CHATML_MARKED = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
-    "{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}"
-    "{% else %}{{ message['content'] + '<|im_end|>\\n' }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 CONTENTS = [
@@ -42,26 +34,3 @@ def made_up_chats(count: int, *, seed: int = 0) -> list[Messages]:
     """The same on every call."""
     chance = random.Random(seed)
     return [made_up_chat(chance) for _ in range(count)]
-
-
-def parts_in_chatml(messages: Messages) -> list[tuple[str, bool]]:
-    """The text of CHATML in parts, learned or not, by its definition."""
-    parts = []
-    for message in messages:
-        learned = message["role"] == "assistant"
-        parts += [
-            (f"<|im_start|>{message['role']}\n", False),
-            (f"{message['content']}<|im_end|>", learned),
-            ("\n", False),
-        ]
-    return parts
-
-
-def parts_in_olmo_form(messages: Messages) -> list[tuple[str, bool]]:
-    """As OLMo's script writes a conversation, in parts."""
-    parts = [("<|endoftext|>", False)]
-    for message in messages:
-        parts.append((f"<|{message['role']}|>\n", False))
-        content, learned = message["content"].strip(), message["role"] == "assistant"
-        parts += [(content + "<|endoftext|>" if learned else content, learned), ("\n", False)]
-    return parts

@@ -1,9 +1,6 @@
-import errno
 import gzip
 import hashlib
-import io
 import json
-import os
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -205,37 +202,6 @@ def test_a_damaged_parquet_file_is_corrupt_and_named(tmp_path: Path, damage: str
     path.write_bytes(data)
     with pytest.raises(CorruptError, match=r"a\.parquet"):
         list(read_documents(path))
-
-
-class Failing(io.FileIO):
-    """A file of which the system reads nothing after the first kB; its errors name none."""
-
-    def readinto(self, buffer: Any) -> int:
-        return super().readinto(memoryview(buffer)[: self._left()])
-
-    def read(self, size: int | None = -1) -> bytes:
-        return super().read(size) if self._left() else b""
-
-    def _left(self) -> int:
-        if self.tell() >= 1000:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return 1000 - self.tell()
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.md", "a.parquet", *(f"a.jsonl.{kind}" for kind in COMPRESS)])
-def test_a_file_that_the_system_fails_to_read_is_named_and_not_damaged(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / name
-    lines = b"".join(as_line(hashlib.sha256(bytes([number])).hexdigest()) + b"\n" for number in range(200))
-    if name.endswith("parquet"):
-        write_parquet(path, {"text": [hashlib.sha256(bytes([number])).hexdigest() for number in range(200)]})
-    else:
-        path.write_bytes(COMPRESS.get(path.suffix.removeprefix("."), bytes)(lines))
-    monkeypatch.setattr(DocumentFile, "_open", lambda file: Failing(file.path))
-    with pytest.raises(OSError, match="Input/output error") as error:
-        list(read_documents(path))
-    assert (error.value.errno, error.value.filename) == (errno.EIO, str(path))
 
 
 def test_a_window_beyond_the_memory_bound_is_refused(tmp_path: Path) -> None:
