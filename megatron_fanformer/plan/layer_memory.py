@@ -114,24 +114,9 @@ def _before_attention(shapes: LayerShapes) -> int:
             kept += shapes.of_fan(width + linear)
     if model.has_fan and (shapes.is_engine or not shapes.is_column):
         kept += shapes.delayed_copy(shapes.tokens if shapes.is_column else shapes.part_tokens, shapes.hidden)
-    return kept + (_head_norms(shapes) if model.qk_layernorm else 0)
-
-
-def _head_norms(shapes: LayerShapes) -> int:
-    """Return the bytes that the norms of queries and keys keep.
-
-    The Engine's keep a copy of both. The local ones keep them where the product left them: all of its output, which
-    attention may keep anyway, for the values in it; queries of several groups were copied out of it.
-    """
-    job = shapes.job
-    kept = shapes.tokens * (shapes.heads + shapes.groups) * FLOAT
-    if shapes.is_engine:
-        return kept + shapes.whole(shapes.queries + shapes.values)
-    inputs, read, _ = _attention_inputs(shapes)
-    is_product_kept = read == inputs or job.parallel.recomputes("core_attn")
-    if job.model.placement.has_own_values or not is_product_kept or job.parallel.exchanges_heads:
-        kept += _qkv_output(shapes)
-    return kept + (shapes.whole(shapes.queries) if shapes.heads > shapes.groups > 1 else 0)
+    if model.qk_layernorm:  # whose norms keep a copy of queries and keys, and statistics of each head
+        kept += shapes.whole(shapes.queries + shapes.values) + shapes.tokens * (shapes.heads + shapes.groups) * FLOAT
+    return kept
 
 
 def core_attention(shapes: LayerShapes) -> Rise:
@@ -150,15 +135,11 @@ def core_attention(shapes: LayerShapes) -> Rise:
         # Keys and values of all ranks with their gradients, and those of each of the rank's two chunks, as far as it
         # sees them.
         gradients += 2 * ranks * both + both * (2 * ranks + 1) // 2
-    angles = 0
-    if not shapes.is_engine:  # cos and sin of each position, of queries and of keys
-        positions = shapes.tokens // job.micro_batch_size * (ranks if job.parallel.exchanges_heads else 1)
-        angles = 2 * positions * job.model.kv_channels * shapes.element
     if job.parallel.exchanges_heads:
         copies += context  # of the heads: the map behind it keeps that of this rank's part of the sequence
     if job.parallel.recomputes("core_attn"):
-        return Rise(inputs + angles, shapes.stream + gradients + copies + kept + context)
-    return Rise(read + copies + kept + angles, shapes.stream + gradients)
+        return Rise(inputs, shapes.stream + gradients + copies + kept + context)
+    return Rise(read + copies + kept, shapes.stream + gradients)
 
 
 def _attention_inputs(shapes: LayerShapes) -> tuple[int, int, int]:
@@ -173,11 +154,9 @@ def _attention_inputs(shapes: LayerShapes) -> tuple[int, int, int]:
     ranks, is_grouped = job.parallel.context_parallel_size, shapes.queries > shapes.values
     if ranks > 1 and not job.parallel.exchanges_heads:
         # Local attention goes through the rank's two chunks in turn. It keeps keys and values of all ranks, or repeated
-        # as far as each chunk sees them; a mask for each chunk; and each chunk's output, beside the two together.
-        chunk_tokens = job.model.seq_length // (2 * ranks)
-        masks = chunk_tokens * chunk_tokens * (2 * ranks + 1) * shapes.element
+        # as far as each chunk sees them, and each chunk's output, beside the two together.
         seen = 2 * queries * (2 * ranks + 1) // 2 if is_grouped else ranks * 2 * keys
-        return inputs, queries, seen + masks + queries
+        return inputs, queries, seen + queries
     return inputs, queries if is_grouped else inputs, 2 * queries if is_grouped else 0  # repeated for shared heads
 
 

@@ -8,7 +8,6 @@ The local layers are described as torch runs them on a CPU, where tests measure 
 the formula is); the Engine's as its fused kernels run on a GPU.
 """
 
-import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -177,13 +176,11 @@ def _dummy_gradients(shapes: LayerShapes, held: list[Chunk]) -> int:
 def _snapshots(shapes: LayerShapes, stage: int, held: list[Chunk]) -> Iterator[MemorySnapshot]:
     job, layer = shapes.job, layer_memory(shapes.job)
     rises = [_chunk_rise(shapes, layer, chunk.layers) for chunk in held]
-    # Backward of the embedding needs the ids, and which of them are of other ranks.
-    ids = shapes.tokens * ID_BYTES * min(2, shapes.tensor) if held[0].has_embedding else 0
     # Passes alive when the first one goes back: the interleaved schedule takes as many micro batches through a chunk,
     # before the next, as there are stages.
     passes = min(_passes_ahead(job, stage) + 1, len(held) * job.num_micro_batches)
     alive = Counter(number // job.stages % len(held) for number in range(passes))
-    kept = sum(number * rises[chunk].saved for chunk, number in alive.items()) + alive[0] * ids
+    kept = sum(number * rises[chunk].saved for chunk, number in alive.items())
     # The schedule holds on to the last gradient that it sent back, and in forward also to the input that it is of.
     sent = shapes.stream if stage > 0 and len(held) == 1 else 0
     for chunk, rise in zip(held, rises, strict=True):
@@ -197,16 +194,11 @@ def _snapshots(shapes: LayerShapes, stage: int, held: list[Chunk]) -> Iterator[M
 
 
 def _update(job: Job, stage: int, chunk_weights: list[_ChunkWeights]) -> MemorySnapshot:
-    """Return the update: float32 copies of gradients that are not, and the fullest of its operations.
-
-    (On a CPU megatron-core clips out of place, one gradient at a time.)
-    """
-    updated = list(itertools.chain.from_iterable(chunk.updated for chunk in chunk_weights))
-    copied = FLOAT * sum(updated) if job.gradient_bytes < FLOAT else 0
-    most = FLOAT * max(updated) if job.on_cpu else 0
+    """Return the update: float32 copies of gradients that are not, and the fullest update of a matrix."""
+    updated = sum(sum(chunk.updated) for chunk in chunk_weights)
     of_matrices = MatrixUpdates(job, stage).working_bytes()
-    name = "update of a matrix" if of_matrices > most else "update"
-    return MemorySnapshot(name, 0, copied + max(most, of_matrices))
+    name = "update of a matrix" if of_matrices else "update"
+    return MemorySnapshot(name, 0, (FLOAT * updated if job.gradient_bytes < FLOAT else 0) + of_matrices)
 
 
 def _passes_ahead(job: Job, stage: int) -> int:
