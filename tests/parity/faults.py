@@ -1,12 +1,16 @@
 """Faults as trainers have had them, each planted in every rank of a layout (never in one process)."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads, param_and_grad_buffer
+from megatron.core.optimizer import optimizer
 
 from megatron_fanformer.model import fan_functions, fan_layer, local_layers
 from megatron_fanformer.parity import trial as trials
@@ -36,49 +40,32 @@ def without_sequence_parallel_mark(layer_class: Callable[[], type[torch.nn.Modul
     return plant
 
 
-@contextmanager
-def qkv_sums_its_input_gradient_too() -> Iterator[None]:
-    def forward(self: Any, pre_sbk: torch.Tensor) -> Any:
-        made = fan_functions.FANActivation.apply(pre_sbk, self.activation)
-        self.allreduce_dgrad = True
-        return fan_layer.ColumnParallelLinear.forward(self, made[0])[0], made
-
-    with mock.patch.object(fan_layer.ActivatedColumnParallelLinear, "forward", forward):
-        yield
+def sum_input_gradient_too(self: Any, pre_sbk: torch.Tensor) -> Any:
+    made = fan_functions.FANActivation.apply(pre_sbk, self.activation)
+    self.allreduce_dgrad = True
+    return fan_layer.ColumnParallelLinear.forward(self, made[0])[0], made
 
 
-@contextmanager
-def linear_rows_before_periodic_rows_on_rank_1() -> Iterator[None]:
-    right = fan_functions.FANShard.row_ranges
-
-    def swapped(self: fan_functions.FANShard) -> list[fan_functions.RowRange]:
-        parts = right(self)
-        if self.rank != 1:
-            return parts
-        periodic, linear = parts
-        rows = linear.end - linear.start
-        return [linear._replace(start=0, end=rows), periodic._replace(start=rows, end=linear.end)]
-
-    with mock.patch.object(fan_functions.FANShard, "row_ranges", swapped):
-        yield
+def linear_rows_first_on_rank_1(
+    self: fan_functions.FANShard, right: Any = fan_functions.FANShard.row_ranges
+) -> list[fan_functions.RowRange]:
+    parts = right(self)
+    if self.rank != 1:
+        return parts
+    periodic, linear = parts
+    rows = linear.end - linear.start
+    return [linear._replace(start=0, end=rows), periodic._replace(start=rows, end=linear.end)]
 
 
-@contextmanager
-def bias_on_every_rank() -> Iterator[None]:
-    right = fan_layer.FANProjection.pre_activation
-
-    def biased(self: Any, x_sbh: torch.Tensor) -> torch.Tensor:
-        return right(self, x_sbh) + (self.shard.ranks - 1) * self.linear.bias
-
-    with mock.patch.object(fan_layer.FANProjection, "pre_activation", biased):
-        yield
+def bias_on_every_rank(
+    self: Any, x_sbh: torch.Tensor, right: Any = fan_layer.FANProjection.pre_activation
+) -> torch.Tensor:
+    return right(self, x_sbh) + (self.shard.ranks - 1) * self.linear.bias
 
 
 @contextmanager
 def tied_embedding_not_reduced() -> Iterator[None]:
-    from megatron.core.distributed import finalize_model_grads
-
-    module = __import__("sys").modules[finalize_model_grads.__module__]
+    module = sys.modules[finalize_model_grads.__module__]
     names = [
         name for name in ("_allreduce_word_embedding_grads", "_allreduce_embedding_grads") if hasattr(module, name)
     ]
@@ -86,54 +73,23 @@ def tied_embedding_not_reduced() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def every_replica_reads_the_first_ones_samples() -> Iterator[None]:
-    right = trials.micro_batches
-
-    def first_ones(*args: Any, **kwargs: Any) -> Any:
-        return right(*args, **{**kwargs, "data_parallel_rank": 0})
-
-    with mock.patch.object(trials, "micro_batches", first_ones):
-        yield
+def first_replicas_samples(*args: Any, right: Any = trials.micro_batches, **kwargs: Any) -> Any:
+    return right(*args, **{**kwargs, "data_parallel_rank": 0})
 
 
-@contextmanager
-def mean_of_micro_batch_means() -> Iterator[None]:
-    def mean(losses_bs: torch.Tensor, loss_mask_bs: torch.Tensor) -> Any:
-        loss = (losses_bs * loss_mask_bs).sum() / loss_mask_bs.sum()
-        report = torch.stack([loss.detach().double(), torch.ones((), dtype=torch.float64)])
-        return loss, torch.ones((), dtype=torch.int), {"loss_and_tokens": report}
-
-    with mock.patch.object(step, "_sum_loss", mean):
-        yield
+def mean_of_micro_batch_means(losses_bs: torch.Tensor, loss_mask_bs: torch.Tensor) -> Any:
+    loss = (losses_bs * loss_mask_bs).sum() / loss_mask_bs.sum()
+    report = torch.stack([loss.detach().double(), torch.ones((), dtype=torch.float64)])
+    return loss, torch.ones((), dtype=torch.int), {"loss_and_tokens": report}
 
 
-@contextmanager
-def fan_gradient_not_reduced() -> Iterator[None]:
-    def own_part(self: fan_functions.Activation, grad_tsbk: torch.Tensor) -> fan_functions.Exchanged:
-        return fan_functions.Exchanged(grad_tsbk[self.shard.rank].contiguous())
-
-    with mock.patch.object(fan_functions.Activation, "reduce_scatter", own_part):
-        yield
+def own_part(self: fan_functions.Activation, grad_tsbk: torch.Tensor) -> fan_functions.Exchanged:
+    return fan_functions.Exchanged(grad_tsbk[self.shard.rank].contiguous())
 
 
-@contextmanager
-def contiguous_context_chunks() -> Iterator[None]:
-    """The batch is cut in halves, attention and positions think it dealt out from both ends."""
-
-    def halves(tensor_bs: torch.Tensor, grid: Any) -> torch.Tensor:
-        return tensor_bs.chunk(grid.context_parallel_size, dim=1)[grid.groups.cp.rank()]
-
-    with mock.patch.object(pipeline, "own_positions", halves):
-        yield
-
-
-@contextmanager
-def gradient_norm_of_one_rank() -> Iterator[None]:
-    from megatron.core.optimizer import optimizer
-
-    with mock.patch.object(optimizer, "get_grad_norm_fp32", local_norm):
-        yield
+def contiguous_chunks(tensor_bs: torch.Tensor, grid: Any) -> torch.Tensor:
+    """The batch is cut in halves; attention and positions think it dealt out from both ends."""
+    return tensor_bs.chunk(grid.context_parallel_size, dim=1)[grid.groups.cp.rank()]
 
 
 def local_norm(gradients: Any, *_args: Any, **_kwargs: Any) -> float:
@@ -141,13 +97,8 @@ def local_norm(gradients: Any, *_args: Any, **_kwargs: Any) -> float:
     return float(sum((part.float() ** 2).sum() for part in parts) ** 0.5)
 
 
-@contextmanager
-def updated_weights_not_gathered() -> Iterator[None]:
-    from megatron.core.distributed import param_and_grad_buffer
-
-    group_class = param_and_grad_buffer._ParamAndGradBucketGroup
-    with mock.patch.object(group_class, "start_param_sync", lambda *_args, **_kwargs: None):
-        yield
+def nothing(*_args: Any, **_kwargs: Any) -> None:
+    pass
 
 
 class Fault(NamedTuple):
@@ -158,36 +109,49 @@ class Fault(NamedTuple):
     first: str
 
 
+def replaced(owner: Any, name: str, function: Any, layout: str, first: str) -> Fault:
+    return Fault(partial(mock.patch.object, owner, name, function), layout, first)
+
+
 TP, SEQUENCE = "tp=2", "tp=2,sp=true,fan=sequence"
+EMBEDDING = "gradient of embedding.word_embeddings.weight"
 FAULTS = {
     "FAN weight gradient not summed (sequence)": Fault(
         without_sequence_parallel_mark(lambda: local_layers.ReplicatedLinear),
         SEQUENCE,
         "gradient of decoder.layers.0.self_attention.fan.linear.weight",
     ),
-    "QKV input gradient summed twice (column)": Fault(
-        qkv_sums_its_input_gradient_too, TP, "gradient of embedding.word_embeddings.weight"
+    "QKV input gradient summed twice (column)": replaced(
+        fan_layer.ActivatedColumnParallelLinear, "forward", sum_input_gradient_too, TP, EMBEDDING
     ),
-    "p and g shards swapped on one rank": Fault(
-        linear_rows_before_periodic_rows_on_rank_1, TP, "output of layers.0.fan"
+    "p and g shards swapped on one rank": replaced(
+        fan_functions.FANShard, "row_ranges", linear_rows_first_on_rank_1, TP, "output of layers.0.fan"
     ),
     "norm gradient not summed under sequence parallelism": Fault(
         without_sequence_parallel_mark(lambda: local_layers.RMSNorm),
         "tp=2,sp=true",
         "gradient of decoder.layers.0.input_layernorm.weight",
     ),
-    "tied embedding not reduced across stages": Fault(
-        tied_embedding_not_reduced, "pp=2", "gradient of embedding.word_embeddings.weight"
+    "tied embedding not reduced across stages": Fault(tied_embedding_not_reduced, "pp=2", EMBEDDING),
+    "a replica fed another's samples": replaced(
+        trials, "micro_batches", first_replicas_samples, "dp=2", "output of embedding"
     ),
-    "a replica fed another's samples": Fault(every_replica_reads_the_first_ones_samples, "dp=2", "output of embedding"),
     # (The fused loss head refuses it outright.)
-    "mean of micro batch means": Fault(mean_of_micro_batch_means, "dp=2,chunked_loss_head=false", "loss of step 1"),
-    "bias added on every rank": Fault(bias_on_every_rank, TP, "output of layers.0.fan"),
-    "FAN gradient not reduced": Fault(fan_gradient_not_reduced, TP, "gradient of embedding.word_embeddings.weight"),
-    "context chunks contiguous": Fault(contiguous_context_chunks, "cp=2", "output of embedding"),
-    "gradient norm of one rank's shards": Fault(gradient_norm_of_one_rank, TP, "loss of step 2"),
-    "updated weights not gathered": Fault(
-        updated_weights_not_gathered, "dp=2,distributed_optimizer=true", "loss of step 2"
+    "mean of micro batch means": replaced(
+        step, "_sum_loss", mean_of_micro_batch_means, "dp=2,chunked_loss_head=false", "loss of step 1"
+    ),
+    "bias added on every rank": replaced(
+        fan_layer.FANProjection, "pre_activation", bias_on_every_rank, TP, "output of layers.0.fan"
+    ),
+    "FAN gradient not reduced": replaced(fan_functions.Activation, "reduce_scatter", own_part, TP, EMBEDDING),
+    "context chunks contiguous": replaced(pipeline, "own_positions", contiguous_chunks, "cp=2", "output of embedding"),
+    "gradient norm of one rank's shards": replaced(optimizer, "get_grad_norm_fp32", local_norm, TP, "loss of step 2"),
+    "updated weights not gathered": replaced(
+        param_and_grad_buffer._ParamAndGradBucketGroup,
+        "start_param_sync",
+        nothing,
+        "dp=2,distributed_optimizer=true",
+        "loss of step 2",
     ),
 }
 
