@@ -22,7 +22,7 @@ from megatron_fanformer.errors import CorruptError, FanformerError
 from megatron_fanformer.processes import manual_gc
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.parallel import for_host_tensors, rank_grid
-from tests.plan.collectives import count_collectives
+from tests.plan.counting import count_collectives
 
 RunOnRanks = Callable[..., list[Any]]
 

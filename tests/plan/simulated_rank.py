@@ -7,7 +7,6 @@ closed list, each with its reason, undone at the end of the block. Checked on me
 
 import dataclasses
 import functools
-import re
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ from megatron_fanformer.plan.communication import communication
 from megatron_fanformer.plan.gradient_buffers import Weight, chunks, weights
 from megatron_fanformer.plan.job import Job
 from megatron_fanformer.plan.live_tensors import MemoryTracker
+from megatron_fanformer.plan.memory import RankMemory, rank_memory
 from megatron_fanformer.runtime.parallel import RankGrid, rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.train.config import RunConfig
@@ -33,7 +33,7 @@ from megatron_fanformer.train.machine_choices import choose_for_machine
 from megatron_fanformer.train.optimizer import build_optimizer
 from megatron_fanformer.train.schedule import build_scheduler
 from megatron_fanformer.train.step import train_step, wrap_stages
-from tests.plan.collectives import CollectiveCount, count_collectives, totals
+from tests.plan.counting import CollectiveCount, count_collectives, held_states, held_weights, totals
 
 PEAK_TOLERANCE = 0.04
 """Of the memory formula, relative to the peak."""
@@ -57,6 +57,13 @@ class SimulatedRank(NamedTuple):
     """Collectives of the last step."""
     weights: list[list[Weight]]
     """By chunk."""
+    states: dict[str, int]
+    """Bytes of weights, gradients, main weights and moments."""
+
+    @property
+    def memory(self) -> RankMemory:
+        """By formula."""
+        return rank_memory(self.job, self.stage)
 
     def differing(self) -> set[str]:
         """The groups and kinds of collectives for which the formula has another number or other bytes."""
@@ -64,6 +71,8 @@ class SimulatedRank(NamedTuple):
         assert self.weights == [weights(self.job.model, self.job.parallel, chunk) for chunk in chunks_here]
         sizes = self.job.group_sizes(self.stage)
         assert all(line.ranks == sizes[line.group] for line in self.collectives)
+        if self.rank == self.stage * self.job.world_size // self.job.stages:  # parts of the others differ by padding
+            assert self.states.items() <= {**dict.fromkeys(self.states, 0), **self.memory.lines}.items()
         # A stage's ranks follow on one another.
         formula = totals(communication(self.job, self.stage, self.rank % (self.job.world_size // self.job.stages)))
         counted = totals(self.collectives)
@@ -131,9 +140,16 @@ def take_steps(config: RunConfig, grid: RankGrid, tracker: MemoryTracker, seed: 
         with Dispatched() as dispatched, count_collectives(grid) as counts:
             train_step(wrapped, optimizer, batches, grid, number)
         assert counts.calls_seen == dispatched.calls
-    held = [held_weights(chunk, config.parallel.sequence_parallel) for chunk in stages]
-    stage = grid.groups.pp.rank()
-    return SimulatedRank(grid.rank, stage, job, tracker.peak_bytes, tracker.held_bytes, counts.lines(), held)
+    return SimulatedRank(
+        grid.rank,
+        grid.groups.pp.rank(),
+        job,
+        tracker.peak_bytes,
+        tracker.held_bytes,
+        counts.lines(),
+        [held_weights(chunk, config.parallel.sequence_parallel) for chunk in stages],
+        held_states(wrapped, optimizer, job),
+    )
 
 
 def repeated_batch(job: Job) -> Generator[dict[str, torch.Tensor], None, None]:
@@ -143,18 +159,6 @@ def repeated_batch(job: Job) -> Generator[dict[str, torch.Tensor], None, None]:
         positions = torch.arange(size[1]).expand(size)
         batch = {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(size), "position_ids": positions}
         yield {**batch, "document_ids": (positions // 9).int()} if job.has_document_ids else batch
-
-
-def held_weights(chunk: torch.nn.Module, is_sequence_parallel: bool) -> list[Weight]:
-    return [
-        Weight(
-            re.sub(r"^decoder\.layers\.\d+\.", "", name),
-            parameter.numel(),
-            is_sequence_parallel and getattr(parameter, "sequence_parallel", False),
-            getattr(parameter, "shared_embedding", False),
-        )
-        for name, parameter in chunk.named_parameters()
-    ]
 
 
 # -- the world

@@ -1,11 +1,13 @@
-"""The formula of a step's communication against the count of it on real ranks, which it must equal exactly."""
+"""The formulas of a step's communication, weights and states against real ranks', which they must equal exactly."""
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 
+from megatron_fanformer.model.config import PrecisionConfig
 from megatron_fanformer.plan.communication import communication
 from megatron_fanformer.plan.gradient_buffers import Chunk, Weight, gradient_buffer, limits_buckets
 from megatron_fanformer.plan.live_tensors import MemoryTracker
@@ -45,6 +47,12 @@ CASES: dict[str, RunConfig] = {
     "cp, by heads, within documents": fp32(data=DOCUMENTS, **CP, cp_comm_type="a2a", **SELECTIVE),
     "dp plain": fp32(**DP, use_distributed_optimizer=False),
     "dp, bf16": run_config(**DP),
+    "dp, bf16 gradients": dataclasses.replace(
+        run_config(**DP), precision=PrecisionConfig(dtype="bf16", grad_reduce_in_fp32=False)
+    ),
+    "dp in two instances": run_config(**DP, num_distributed_optimizer_instances=2),
+    "moments in bf16": run_config(**DP, optimizer={"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}),
+    "muon": run_config(**DP, optimizer={"name": "muon", "exp_avg_dtype": "bf16"}),
     "dp, overlap": fp32(**DP, **OVERLAP),
     "pp, uneven": fp32(dict(num_layers=3), **PP, num_layers_in_first_pipeline_stage=1),
     "vpp": fp32(dict(num_layers=4), **PP, virtual_pipeline_model_parallel_size=2),

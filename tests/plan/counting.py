@@ -1,10 +1,11 @@
-"""Counts the bytes that collectives move, at the process groups themselves.
+"""Counts what a rank holds, and the bytes that its collectives move, at the process groups themselves.
 
 Every collective of `torch.distributed`, whoever calls it and under whatever name it was imported, ends in a method of
 the class ProcessGroup; while counting, those methods are replaced by ones that count and pass on. (Functional
 collectives, which DTensor uses and megatron-core's training step does not, bypass them.)
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_fanformer.plan.gradient_buffers import Weight
+from megatron_fanformer.plan.job import Job
 from megatron_fanformer.runtime.parallel import RankGrid
+from megatron_fanformer.train.optimizer import single_optimizers
 
 # Names of megatron-core's groups, as its ProcessGroupCollection calls them; the first match names a group.
 GROUPS = (
@@ -114,3 +118,30 @@ def group_labels(grid: RankGrid) -> dict[str, str]:
             labels.setdefault(group.group_name, label)
     labels.setdefault(grid.samples_group.group_name, "tp_cp")  # on GPUs, one of its own for the same ranks
     return labels
+
+
+def held_weights(chunk: torch.nn.Module, is_sequence_parallel: bool) -> list[Weight]:
+    return [
+        Weight(
+            re.sub(r"^decoder\.layers\.\d+\.", "", name),
+            parameter.numel(),
+            is_sequence_parallel and getattr(parameter, "sequence_parallel", False),
+            getattr(parameter, "shared_embedding", False),
+        )
+        for name, parameter in chunk.named_parameters()
+    ]
+
+
+def held_states(wrapped: list[Any], optimizer: Any, job: Job) -> dict[str, int]:
+    parameters = [weight for chunk in wrapped for weight in chunk.parameters()]
+    buffers = [buffer for chunk in wrapped for buffer in chunk.buffers]
+    updated = [weight for group in optimizer.param_groups for weight in group["params"]]
+    states = [state for part in single_optimizers(optimizer) for state in part.optimizer.state.values()]
+    values = [value for state in states for value in state.values()]
+    held = [buffer.param_data for buffer in buffers] if job.parallel.use_distributed_optimizer else parameters
+    return {
+        "weights": sum(weight.nbytes for weight in held),
+        "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
+        "main weights": sum(weight.nbytes for weight in updated) if job.precision.dtype == "bf16" else 0,
+        "moments": sum(value.nbytes for value in values if isinstance(value, torch.Tensor) and value.ndim),
+    }
