@@ -30,15 +30,7 @@ NEW_TOKENS = 8
 
 
 @pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("template") / "mine.jinja"
-    path.write_text(TEMPLATE)
-    return path
-
-
-@pytest.fixture(scope="module")
 def exported_chat(tmp_path_factory: pytest.TempPathFactory, tokenizer_file: Path) -> Path:
-    """An export with the template, of the model of `run_folder`."""
     folder = tmp_path_factory.mktemp("chats") / "model"
     write_export(folder, "fanformer-tied", tokenizer_file, TEMPLATE)
     return folder
@@ -62,9 +54,7 @@ def transformers_answers(folder: Path, messages: list[dict[str, str]], *texts: s
     return answers
 
 
-def test_the_answers_are_those_of_transformers_and_each_token_is_read_once(
-    run_folder, exported_chat, template, monkeypatch
-):
+def test_the_answers_are_those_of_transformers_and_each_token_is_read_once(exported_chat, monkeypatch):
     texts, read = ("hello", "and x?", "so"), []
     next_logits = Decoder.next_logits
 
@@ -76,27 +66,23 @@ def test_the_answers_are_those_of_transformers_and_each_token_is_read_once(
     (other,) = transformers_answers(exported_chat, [{"role": "system", "content": SYSTEM}], texts[1])
     assert other != expected[1]
     monkeypatch.setattr(Decoder, "next_logits", counted)
-    for folder, settings in ((run_folder, {"chat_template": str(template)}), (exported_chat, {})):
-        read.clear()
-        with open_chat(asked(folder, system=SYSTEM, **settings)) as chat:
-            pieces = [list(chat.answer(text)) for text in texts]
-            assert ["".join(of_one) for of_one in pieces] == expected
-            assert all(len([piece for piece in of_one if piece]) > NEW_TOKENS // 2 for of_one in pieces)
-            turns = zip(texts, expected, strict=True)
-            whole = len(f"s:{SYSTEM}|") + sum(len(f"u:{text}|a:{answer}|") for text, answer in turns)
-            ends = len(texts) - 1  # of text, of the answers that were read on from
-            # neither the last answer's last token was read, nor the separator behind it
-            assert sum(read) == whole + ends - 2
-            chat.reset()
-            assert "".join(chat.answer(texts[0])) == expected[0]
-            chat.reset()
-            assert "".join(chat.answer(texts[1])) == other, "what the cache holds of another beginning is not read"
+    with open_chat(asked(exported_chat, system=SYSTEM)) as chat:
+        pieces = [list(chat.answer(text)) for text in texts]
+        assert ["".join(of_one) for of_one in pieces] == expected
+        assert all(len([piece for piece in of_one if piece]) > NEW_TOKENS // 2 for of_one in pieces)
+        turns = zip(texts, expected, strict=True)
+        whole = len(f"s:{SYSTEM}|") + sum(len(f"u:{text}|a:{answer}|") for text, answer in turns)
+        ends = len(texts) - 1  # of text, of the answers that were read on from
+        # neither the last answer's last token was read, nor the separator behind it
+        assert sum(read) == whole + ends - 2
+        chat.reset()
+        assert "".join(chat.answer(texts[1])) == other, "what the cache holds of another beginning is not read"
 
 
-def test_the_oldest_turns_leave_a_full_context_and_the_system_stays(run_folder, template):
+def test_the_oldest_turns_leave_a_full_context_and_the_system_stays(exported_chat):
     """128 tokens: three turns of 40 do not fit, with an answer of 8."""
     texts = ["a" * 26, "b" * 26, "c" * 26]
-    with open_chat(asked(run_folder, system=SYSTEM, chat_template=str(template))) as chat:
+    with open_chat(asked(exported_chat, system=SYSTEM)) as chat:
         answers = ["".join(chat.answer(text)) for text in texts]
         assert chat.forgotten == 1
         contents = [message["content"] for message in chat._messages]
@@ -108,8 +94,8 @@ def test_the_oldest_turns_leave_a_full_context_and_the_system_stays(run_folder, 
         assert (chat.forgotten, [message["content"] for message in chat._messages]) == (0, [SYSTEM])
 
 
-def test_an_answer_that_is_broken_off_stays_as_far_as_it_came(run_folder, template):
-    with open_chat(asked(run_folder, chat_template=str(template))) as chat:
+def test_an_answer_that_is_broken_off_stays_as_far_as_it_came(exported_chat):
+    with open_chat(asked(exported_chat)) as chat:
         pieces = chat.answer("hello")
         begun = next(pieces) + next(pieces)
         pieces.close()

@@ -55,10 +55,8 @@ def test_low_temperatures_and_one_token_to_choose_from_take_the_likeliest(temper
 @pytest.mark.parametrize(
     ("settings", "ids"),
     [
-        *(({"top_k": top_k}, ids) for top_k, ids in ((0, [0, 1, 2, 3, 4]), (2, [1, 3]), (3, [1, 2, 3]))),
-        ({"top_k": 99}, [0, 1, 2, 3, 4]),
-        *(({"top_p": top_p}, ids) for top_p, ids in ((1e-9, [1]), (0.39, [1]), (0.5, [1, 3]), (0.71, [1, 2, 3]))),
-        ({"top_p": 1.0}, [0, 1, 2, 3, 4]),
+        *(({"top_k": top_k}, ids) for top_k, ids in ((0, [0, 1, 2, 3, 4]), (2, [1, 3]), (99, [0, 1, 2, 3, 4]))),
+        *(({"top_p": top_p}, ids) for top_p, ids in ((1e-9, [1]), (0.5, [1, 3]), (1.0, [0, 1, 2, 3, 4]))),
         ({"top_k": 2, "top_p": 0.57}, [1]),  # 0.4 of the 0.7 that two tokens have
         ({"top_k": 2, "top_p": 0.58}, [1, 3]),
     ],
@@ -82,15 +80,11 @@ def test_draws_follow_the_probabilities():
 
 
 def test_equal_seeds_alone_draw_alike_and_leave_the_global_state_alone():
-    torch.manual_seed(1)
     state = torch.get_rng_state()
     first = draws(50, seed=7)
-    torch.manual_seed(2)
-    assert draws(50, seed=7) == first
-    torch.manual_seed(1)
-    draws(50, seed=7)
     assert torch.equal(torch.get_rng_state(), state)
-    assert draws(50, seed=8) != first
+    torch.manual_seed(2)
+    assert draws(50, seed=7) == first != draws(50, seed=8)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
