@@ -90,14 +90,7 @@ class StoredTensors:
         return torch.empty(shape, dtype=stored.properties.dtype, device="meta")
 
     def read(self, name: str, number: int | None = None) -> Tensor:
-        """Return a tensor, joined from the parts that ranks have written.
-
-        Args:
-            number: the index along the first axis to read; None: the whole tensor.
-
-        Raises:
-            CorruptError: it cannot be read, or is not as the table says.
-        """
+        """Return a tensor, or its entry `number` along the first axis, joined from the ranks' parts."""
         stored = self.described[name]
         shape = self.meta(name, number).shape
         whole = None
@@ -136,11 +129,7 @@ class StoredTensors:
 def open_full_tensors(checkpoint: Path, *, main: bool = False) -> LazyTensors:
     """Return the whole weights of a checkpoint of any layout, to be read one by one, without the optimizer's state.
 
-    Args:
-        main: read a weight's float32 main weight, if there is one, under the weight's name.
-
-    Raises:
-        CorruptError: a file has changed, or holds more than data. (A damaged tensor may be noticed when it is read.)
+    With `main`, a weight's float32 main weight is read, if there is one, under the weight's name.
     """
     stored = StoredTensors(checkpoint, read_checked(checkpoint))
     weights = [name for name in stored.described if not name.startswith(OPTIMIZER_PREFIX)]
@@ -179,7 +168,7 @@ def write_full_tensors(
             raise RuntimeError(f"{folder} was not written ({reason})") from error
     torch.save({}, folder / COMMON)
     (folder / run_folder.MEGATRON_METADATA).write_text(json.dumps(LAYOUT))
-    return run_folder.publish_checkpoint(folder, checkpoints, 0, config, attachments=attachments)
+    return run_folder.publish_checkpoint(checkpoints, 0, folder, config, attachments)
 
 
 class _OneByOne(DefaultSavePlanner):

@@ -67,9 +67,7 @@ WRITER_LOGGER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 def prepare_save(sharded_state: dict[str, Any], folder: Path, strategy: Any, *, validate: bool) -> "AsyncRequest":
     """Plan the writing of a sharded state dict into an empty folder, for an AsyncCallsQueue; every rank calls it.
 
-    Args:
-        strategy: from `save_strategy`.
-        validate: check that the ranks' shards make whole tensors.
+    With `validate`, check that the ranks' shards make whole tensors. The strategy is from `save_strategy`.
     """
     if not isinstance(filesystem_async._results_queue, ResultsFile):  # else it starts a server process for the results
         filesystem_async._results_queue = ResultsFile()
@@ -165,12 +163,7 @@ def load(
 ) -> dict[str, Any]:
     """Load a sharded state dict from a checkpoint, as data alone; every rank calls it.
 
-    Args:
-        table: from `read_table`.
-        group: ranks that share the reading of replicated tensors.
-
-    Raises:
-        CorruptError: a file is damaged, or holds more than data; names it.
+    Ranks of `group` share the reading of replicated tensors. CorruptError for a file that holds more than data.
     """
     strategy = TorchDistLoadShardedStrategy()
     if group is not None and group.size() > 1:

@@ -43,11 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 class RemoteRun:
-    """A run's folder on another store. Methods raise the driver's own errors; see `stores.query`.
-
-    Raises:
-        InputError: there is no driver for the URL.
-    """
+    """A run's folder on another store. Methods raise the driver's own errors; see `stores.query`."""
 
     def __init__(self, url: str) -> None:
         self.url = redacted(url).rstrip("/")
@@ -109,11 +105,7 @@ class RemoteRun:
     def fetch(self, names: list[str], folder: Path, report: Callable[[str], None]) -> Path:
         """Return a local copy, `folder`/DIGEST/NAME, of the first sound checkpoint in `names`; fetch it if needed.
 
-        Args:
-            report: is called with a line before a checkpoint is fetched.
-
-        Raises:
-            CorruptError: all are damaged.
+        `report` is called with a line before a checkpoint is fetched. CorruptError where all are damaged.
         """
         damage: CorruptError | None = None
         for name in names:
@@ -155,13 +147,9 @@ class RemoteRun:
 
 
 class Mirror:
-    """Copies a run's checkpoints to another store while it trains, in a thread of the main rank.
+    """Copies a run's checkpoints to its folder on another store (None: to none) while it trains, in a thread.
 
     One is copied at a time. Of those published meanwhile the newest is next, and the others are left out.
-
-    Args:
-        url: the run's folder there; None: copy nothing.
-        keep: how many checkpoints to keep there; None for all.
     """
 
     def __init__(self, url: str | None, *, keep: int | None) -> None:
@@ -232,14 +220,8 @@ class Mirror:
 def fetch_newer(url: str, run: Path, *, use_earlier: bool = True) -> None:
     """Fetch the newest sound checkpoint of a mirror into a run's folder, if it is newer than the sound ones there.
 
-    A damaged checkpoint of the same step in the folder is set aside.
-
-    Args:
-        use_earlier: allow one that is earlier than a damaged one in the folder.
-
-    Raises:
-        CorruptError: neither the folder nor the mirror has a sound one.
-        FanformerError: the folder has no sound one, and the store cannot be used.
+    A damaged checkpoint of the same step in the folder is set aside. With `use_earlier`, one may be fetched that is
+    earlier than a damaged one in the folder. Where the folder has a sound one, errors of the store are logged.
     """
     sound, newest = run_folder.newest_sound_step(run), run_folder.newest_step(run)
     least = sound + 1 if use_earlier or sound == newest else newest
@@ -287,16 +269,7 @@ def on_this_machine(path: str) -> str:
 
 
 def fetch_checkpoint(url: str, cache: Path, report: Callable[[str], None]) -> Path:
-    """Return a copy on this machine of the checkpoint at a URL, or of a run's newest sound one.
-
-    Args:
-        cache, report: as for `RemoteRun.fetch`.
-
-    Raises:
-        InputError: there is no checkpoint, or no driver for the URL.
-        CorruptError: the checkpoint is damaged.
-        FanformerError: the store cannot be reached.
-    """
+    """Return a copy on this machine of the checkpoint at a URL, or of a run's newest sound one."""
     parent, _, last = url.rstrip("/").rpartition("/")
     is_checkpoint = run_folder.step_of(Path(last)) is not None
     run_url = (parent if is_checkpoint else url.rstrip("/")).removesuffix(f"/{run_folder.CHECKPOINTS}")

@@ -114,13 +114,13 @@ def temporary_folder(checkpoints: Path, step: int) -> Path:
 
 
 def publish_checkpoint(
-    temporary: Path,
     checkpoints: Path,
     step: int,
+    temporary: Path,
     config: dict[str, Any],
-    keep: int | None = None,
     attachments: Mapping[str, bytes] | None = None,
     *,
+    keep: int | None = None,
     in_use: Collection[str] = (),
 ) -> Path:
     """Rename a complete checkpoint to its final name, point `latest` to it, and remove all but the `keep` newest.

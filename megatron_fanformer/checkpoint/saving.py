@@ -92,7 +92,6 @@ class CheckpointSaver:
         Args:
             stages: this rank's pipeline stage, as its chunks.
             progress: plain values that the run resumes from.
-            config: the run's resolved configuration, written into the checkpoint.
             attachments: small files (a tokenizer, a chat template) to put into the checkpoint, by name.
 
         Raises:
@@ -109,13 +108,9 @@ class CheckpointSaver:
         return None if self._async_save else self.finish_due(blocking=True)
 
     def finish_due(self, *, blocking: bool) -> Path | None:
-        """Publish and return the checkpoint that is being written, if all ranks have written it.
+        """Publish and return the checkpoint that is being written, if all ranks have written it; `blocking` waits.
 
-        Args:
-            blocking: wait until they have.
-
-        Raises:
-            FanformerError: a writer failed or was killed; nothing is published, and nothing of it is left.
+        FanformerError where a writer failed or was killed; nothing is published, and nothing of it is left.
         """
         if (due := self._unpublished) is None or not self._is_written(due, blocking=blocking):
             return None
@@ -123,15 +118,8 @@ class CheckpointSaver:
         logger.debug("step %d is written by every rank", due.step)
 
         def publish() -> Path:
-            return run_folder.publish_checkpoint(
-                due.folder,
-                self._checkpoints,
-                due.step,
-                due.config,
-                self._keep,
-                due.attachments,
-                in_use=self._in_use(),
-            )
+            in_use = self._in_use()
+            return run_folder.publish_checkpoint(self._checkpoints, *due, keep=self._keep, in_use=in_use)
 
         return self._on_main(due.step, publish, unfinished=due.folder)
 
@@ -181,16 +169,10 @@ class CheckpointSaver:
 
     def _on_main(self, step: int, function: Callable[[], Result], unfinished: Path | None = None) -> Result:
         """Call a function on the main rank and return its result on all; if the disk fails, every rank raises."""
-
-        def result() -> Result:
-            with self._reporting(step, unfinished):
-                return function()
-
-        return on_main(result)
+        return on_main(self._reporting(step, unfinished)(function))
 
     @contextmanager
     def _reporting(self, step: int, unfinished: Path | None) -> Iterator[None]:
-        """Turn an error of the disk into one that says that the checkpoint was not written."""
         try:
             yield
         except OSError as error:
@@ -198,7 +180,6 @@ class CheckpointSaver:
             raise self._failure(step, str(error), unfinished) from error
 
     def _failure(self, step: int, reason: str, unfinished: Path | None) -> FanformerError:
-        """Remove an unfinished checkpoint, and return the error that says why."""
         if unfinished is not None:
             shutil.rmtree(unfinished, ignore_errors=True)  # its space may be what was missing
         return FanformerError(
@@ -213,8 +194,7 @@ class CheckpointSaver:
 def check_finite(sharded_state: dict[str, Any], step: int) -> None:
     """Check every tensor that this rank holds of a state, in one pass; every rank calls it.
 
-    Raises:
-        DivergenceError: a tensor has a value that is not finite; names it and its rank, on every rank.
+    DivergenceError names a tensor with a value that is not finite, and its rank, on every rank.
     """
     wrong = next(
         (f"{name} has the value {value}" for name, value in _extremes(sharded_state) if not math.isfinite(value)), None

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from megatron_fanformer.checkpoint.optimizer_state import stored_state
 from megatron_fanformer.checkpoint.saving import CheckpointSaver
-from megatron_fanformer.checkpoint.training_state import load_training_state, model_state
+from megatron_fanformer.checkpoint.training_state import load_training_state, model_state, stored_state
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.config import DEFAULT_KERNELS, FANformerConfig, KernelsConfig
 from megatron_fanformer.runtime.layout import DeviceKind

@@ -100,7 +100,9 @@ def save(run: Path, step: int, content: bytes = b"", keep: int | None = None) ->
     (folder / WEIGHTS).write_bytes(content or bytes(range(256)) * step)
     (folder / "empty.distcp").touch()
     (folder / run_folder.MEGATRON_METADATA).write_text("{}")
-    return run_folder.publish_checkpoint(folder, run / run_folder.CHECKPOINTS, step, {"training": {"seed": step}}, keep)
+    return run_folder.publish_checkpoint(
+        run / run_folder.CHECKPOINTS, step, folder, {"training": {"seed": step}}, keep=keep
+    )
 
 
 def there(folder: Path) -> list[str]:

@@ -265,23 +265,6 @@ def test_a_latest_that_was_set_back_there_is_followed(tmp_path: Path) -> None:
     assert there(run) == step_names(4)
 
 
-def test_the_copy_of_one_with_damaged_tensors_is_fetched_once_latest_names_it(tmp_path: Path) -> None:
-    """As docs/recovery.md says, for a run that has gone on from an earlier one."""
-    source, run = tmp_path / "source", tmp_path / "run"
-    for step in (4, 5, 6):
-        save(source, step)
-    earlier, damaged = save(run, 4), save(run, 6, b"damaged")
-    run_folder.point_to(earlier, [damaged])
-    for own in (earlier, save(run, 5)):  # at the start, and at the stop
-        RemoteRun(f"file://{source}").copy(own, keep=None)
-    fetch_newer(f"file://{source}", run)
-    assert there(run) == step_names(4, 5)
-    (source / run_folder.CHECKPOINTS / run_folder.LATEST).write_text(f"{damaged.name}\n")
-    fetch_newer(f"file://{source}", run)
-    assert there(run) == step_names(4, 5, 6)
-    assert run_folder.latest_checkpoint(run) == damaged and (damaged / WEIGHTS).read_bytes() != b"damaged"
-
-
 def test_a_store_that_does_not_answer_ends_only_what_would_start_anew(
     failing: str, tmp_path: Path, pauses: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,10 +12,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from megatron_fanformer.checkpoint.optimizer_state import _stored_groups, rectangles, stored_state
 from megatron_fanformer.checkpoint.saving import CheckpointSaver
 from megatron_fanformer.checkpoint.stored_files import MAIN_WEIGHT
-from megatron_fanformer.checkpoint.training_state import DIRECTIONS, model_state
+from megatron_fanformer.checkpoint.training_state import (
+    DIRECTIONS,
+    _stored_groups,
+    model_state,
+    rectangles,
+    stored_state,
+)
 from megatron_fanformer.model.config import FANConfig
 from megatron_fanformer.train.optimizers import OptimizerConfig
 from tests.checkpoint.states import (

@@ -1,6 +1,5 @@
 """Files made to hang, to fill the memory, to lead elsewhere or to be executed, each in the place of a sound one."""
 
-import gzip
 import io
 import json
 import os
@@ -21,7 +20,6 @@ ALIASES = "a: &a [x, x]\n" + "".join(
     f"{name}: &{name} [*{before}, *{before}]\n"
     for before, name in zip("abcdefghijklmnopqrstuvwxy", "bcdefghijklmnopqrstuvwxyz", strict=True)
 )
-MERGES = "a: &a {x: 1}\n" + ALIASES.partition("\n")[2].replace("[", "{<<: [").replace("]", "]}")
 DEEP = 100_000
 
 
@@ -40,10 +38,6 @@ def link(target: str) -> Write:
         path.symlink_to(target)
 
     return write
-
-
-def missing(path: Path) -> None:
-    path.unlink()
 
 
 def cut_short(path: Path) -> None:
@@ -115,10 +109,8 @@ def index(sequences: int, documents: int) -> Write:
 # In the place of what, by the kind of thing; the paths are relative to the thing.
 CONFIGURATIONS: dict[str, Write] = {
     "aliases": text(ALIASES),
-    "merged aliases": text(MERGES),
     "nested": text("model: " + "[" * DEEP),
     "an object": text("model: !!python/object/apply:os.system ['touch marker']"),
-    "binary": text(os.urandom(5_000)),
     "huge": huge,
 }
 CHECKPOINTS: dict[tuple[str, str], Write] = {
@@ -128,11 +120,8 @@ CHECKPOINTS: dict[tuple[str, str], Write] = {
     (".metadata", "device"): link("/dev/zero"),
     (".metadata", "spoiled"): spoiled,
     (".metadata", "bytes without end"): claims(1 << 40),
-    (".metadata", "missing"): missing,
-    ("metadata.json", "nested"): text("[" * DEEP),
     ("metadata.json", "another format"): changed_json(sharded_backend="zarr"),
     ("common.pt", "a pickle"): archived_bomb,
-    ("common.pt", "a bare pickle"): bomb,
     ("common.pt", "cut short"): cut_short,
     ("common.pt", "compressed"): compressed_archive,
     ("tokenizer.json", "a link out of it"): link("/etc/hostname"),
@@ -141,23 +130,15 @@ CHECKPOINTS: dict[tuple[str, str], Write] = {
 TENSORS: dict[tuple[str, str], Write] = {
     ("*.distcp", "cut short"): cut_short,
     ("*.distcp", "spoiled"): spoiled,
-    ("*.distcp", "missing"): missing,
 }
 EXPORTS: dict[tuple[str, str], Write] = {
     ("config.json", "nested"): text("[" * DEEP),
-    ("config.json", "huge"): huge,
     ("config.json", "layers"): changed_json(num_hidden_layers=10**12),
-    ("config.json", "sizes"): changed_json(hidden_size="a", vocab_size=-1),
     ("model.safetensors", "a header without end"): safetensors(b"{}", 1 << 62),
-    ("model.safetensors", "a nested header"): safetensors(b'{"a":' * 1_000),
     ("model.safetensors", "an exabyte"): safetensors(
         b'{"a":{"dtype":"F32","shape":[1152921504606846976],"data_offsets":[0,4611686018427387904]}}'
     ),
     ("model.safetensors", "pipe"): pipe,
-}
-DOCUMENTS: dict[tuple[str, str], Write] = {
-    ("a.jsonl.gz", "cut short"): text(gzip.compress(os.urandom(10_000))[:5_000]),
-    ("a.parquet", "not Parquet"): text(b"PAR1" + os.urandom(500) + b"PAR1"),
 }
 TOKENS: dict[tuple[str, str], Write] = {
     ("tokens.idx", "counts"): index(1 << 60, 1 << 60),

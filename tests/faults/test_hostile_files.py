@@ -117,15 +117,6 @@ def test_exports(place: tuple[str, str], write: Write, things: Things, tmp_path:
         assert_refused(arguments, tmp_path)
 
 
-@pytest.mark.parametrize(("place", "write"), some_of(hostile_files.DOCUMENTS, ("not Parquet",)))
-def test_documents(place: tuple[str, str], write: Write, things: Things, tmp_path: Path, memory: None) -> None:
-    file = tmp_path / place[0]
-    write(file)
-    named = ["--output", str(tmp_path / "out"), "--tokenizer", str(things.tokenizer), "--workers", "1"]
-    assert_refused(["prepare", str(file), *named], tmp_path)
-    assert not list(tmp_path.glob("out.[bim]*"))
-
-
 @pytest.mark.parametrize(("place", "write"), some_of(hostile_files.TOKENS, ("counts", "nested")))
 def test_token_files(place: tuple[str, str], write: Write, things: Things, tmp_path: Path, memory: None) -> None:
     for file in things.folder.glob("tokens.*"):

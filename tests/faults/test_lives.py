@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -62,16 +61,15 @@ class Run:
         os.kill(self.ranks[rank], number)
 
 
-def start(folder: Path, ranks: int = 2, **sections: dict[str, Any]) -> Run:
+def start(folder: Path) -> Run:
     """Start a run without an end, whose collectives wait for `LIMIT_SECONDS`."""
     (folder / "sitecustomize.py").write_text(HANGS)
     values = small_run(
         write_tokens(folder / "tokens"),
         folder / "run",
-        parallel={"tensor_model_parallel_size": ranks},
+        parallel={"tensor_model_parallel_size": 2},
         runtime={"device": "cpu", "threads_per_rank": 1, "distributed_timeout_minutes": LIMIT_SECONDS / 60},
-        training={"train_iters": 1_000_000, **sections.pop("training", {})},
-        **sections,
+        training={"train_iters": 1_000_000},
     )
     config = str(write_config(folder / "config.yaml", values))
     environment = {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
@@ -92,36 +90,9 @@ def rank_processes(launcher: int) -> dict[int, int]:
 # -- what is done to a run; each returns when it is done
 
 
-def kill_rank(run: Run) -> None:
-    run.kill(1, signal.SIGKILL)
-
-
-def kill_launcher(run: Run) -> None:
-    run.process.kill()
-
-
-def stop_rank(run: Run) -> None:
-    run.kill(1, signal.SIGSTOP)
-
-
-def hang_rank(run: Run) -> None:
-    """Its process lives, as one that waits for a file system."""
-    run.kill(1, HANG)
-
-
-def pause_rank(run: Run) -> None:
-    """For less than the limit; it must go on, and is then told to stop."""
-    run.kill(1, signal.SIGSTOP)
-    time.sleep(LIMIT_SECONDS / 2)
-    run.kill(1, signal.SIGCONT)
-    run.wait_for_steps(3)
-    run.process.terminate()
-
-
-def terminate_thrice(run: Run) -> None:
-    for _ in range(3):
-        run.process.terminate()
-        time.sleep(0.2)
+def to_a_rank(number: signal.Signals) -> Callable[[Run], None]:
+    """Send it a signal. After `HANG` its process lives, as one that waits for a file system."""
+    return lambda run: run.kill(1, number)
 
 
 def terminate_at_start(run: Run) -> None:
@@ -162,28 +133,26 @@ class Fault:
     """What the run must print, at least, as a regular expression; empty: nothing."""
     seconds: float = 5.0
     """How long the run, with all its ranks, may take to end."""
-    sections: dict[str, dict[str, Any]] = field(default_factory=dict)
     steps: int = 1
     """Steps before it happens; 0: at the start, once the ranks are there."""
 
 
 FAULTS: dict[str, Fault] = {
-    "killed rank": Fault(do=kill_rank, code=1, line="^megatron-fanformer: rank 1: was killed by SIGKILL$"),
-    "killed launcher": Fault(do=kill_launcher, code=-9, line=""),
+    "killed rank": Fault(
+        do=to_a_rank(signal.SIGKILL), code=1, line="^megatron-fanformer: rank 1: was killed by SIGKILL$"
+    ),
     "stopped rank": Fault(
-        do=stop_rank,
+        do=to_a_rank(signal.SIGSTOP),
         code=1,
         line="^megatron-fanformer: a collective waits in vain; rank 1: stopped or gone; rank 0: waiting at .*; run the",
         seconds=LATEST_SECONDS,
     ),
     "hung rank": Fault(
-        do=hang_rank,
+        do=to_a_rank(HANG),
         code=1,
         line=r"in vain; rank 1: elsewhere, at .*sitecustomize.py:\d+ in .*; rank 0: waiting at .*; run the same",
         seconds=LATEST_SECONDS,
     ),
-    "paused rank": Fault(do=pause_rank, code=5, line=SAVED, seconds=30),
-    "three signals": Fault(do=terminate_thrice, code=5, line=f"stopped on SIGTERM, {SAVED}", seconds=30),
     "asked to save": Fault(do=ask_for_saves, code=5, line=SAVED, seconds=30),
     "a signal at start": Fault(do=terminate_at_start, code=5, line=f"stopped on SIGTERM {NO_STEP}", steps=0),
 }
@@ -193,7 +162,7 @@ FAULTS: dict[str, Fault] = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_run_ends_in_time_and_says_why_or_goes_on(name: str, tmp_path: Path) -> None:
     fault, longest = FAULTS[name], SLOW_MACHINE * FAULTS[name].seconds
-    run = start(tmp_path, **fault.sections)
+    run = start(tmp_path)
     try:
         if fault.steps:
             run.wait_for_steps(fault.steps)

@@ -84,17 +84,6 @@ def test_commands_read_a_url_as_they_read_a_folder(url: str, things: Things, tmp
     assert [path.name for path in (tmp_path / "loaded" / run_folder.LOADED).glob("*/*")] == [things.checkpoint.name]
 
 
-def test_damage_there_is_told_and_nothing_of_it_stays(url: str, things: Things, tmp_path: Path) -> None:
-    (file, *_) = sorted((tmp_path / "there" / run_folder.CHECKPOINTS / things.checkpoint.name).glob("*.distcp"))
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-    ended = commands.run(["generate", url, "--prompt", "a"])
-    assert ended.code == 3
-    assert f"{url}/{run_folder.CHECKPOINTS}/{things.checkpoint.name}/{file.name} is damaged" in ended.errors
-    assert not list((tmp_path / "cache").rglob("*.distcp"))
-
-
 @pytest.mark.parametrize("verb", [["generate", "--prompt", "a"], ["inspect"], ["convert", "there", "--to", "hf"]])
 def test_no_password_is_shown(verb: list[str]) -> None:
     name, *rest = verb

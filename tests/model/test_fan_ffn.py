@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from megatron_fanformer.checkpoint import optimizer_state
+from megatron_fanformer.checkpoint import training_state
 from megatron_fanformer.convert.name_table import expected_shapes
 from megatron_fanformer.model.build import initial_std
 from megatron_fanformer.model.config import FANConfig, with_same_parameters
@@ -96,13 +96,13 @@ def test_columns_of_a_weight_are_found_in_any_range_of_its_elements(cuts: tuple[
     flat = weight.detach().flatten()
     bounds = [0, *cuts, flat.numel()]
     for first, last in itertools.pairwise(bounds):
-        part = optimizer_state._Part(weight, first, {}, True)
+        part = training_state._Part(weight, first, {}, True)
         for _, start, end, canonical in shard.feature_ranges():
             piece = ShardedTensor(
                 "weight", weight[:, start:end], torch.float32, (rows, end - start), (rows, whole), (0, canonical), None
             )
             piece.replica_id = (0, 0, 0)
-            for cut in optimizer_state._rectangles_of(piece, part, "moment", flat[first:last]):
+            for cut in training_state._rectangles_of(piece, part, "moment", flat[first:last]):
                 where = tuple(slice(o, o + s) for o, s in zip(cut.global_offset, cut.local_shape, strict=True))
                 assert (found[where] == -1).all()
                 found[where] = cut.data

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron_fanformer.checkpoint import run_folder
-from megatron_fanformer.checkpoint.optimizer_state import set_groups
 from megatron_fanformer.checkpoint.stored_files import MAIN_WEIGHT, STATE_PREFIX
+from megatron_fanformer.checkpoint.training_state import set_groups
 from megatron_fanformer.configuration import field_texts
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.plan.gradient_buffers import EMBEDDING

@@ -22,7 +22,7 @@ def test_what_goes_into_checkpoints_is_read_once(tmp_path: Path, small_tokenizer
     attached = attached_files(tmp_path / "own.model", "{{ messages }}")
     (tmp_path / "own.model").unlink()
     partial = run_folder.temporary_folder(tmp_path / run_folder.CHECKPOINTS, 1)
-    saved = run_folder.publish_checkpoint(partial, tmp_path / run_folder.CHECKPOINTS, 1, {}, attachments=attached)
+    saved = run_folder.publish_checkpoint(tmp_path / run_folder.CHECKPOINTS, 1, partial, {}, attached)
     assert (saved / "tokenizer.model").read_bytes() == small_tokenizer_file.read_bytes()
     assert (saved / "chat_template.jinja").read_text() == "{{ messages }}"
     assert load_tokenizer(saved).eod_id == stated != load_tokenizer(small_tokenizer_file).eod_id
