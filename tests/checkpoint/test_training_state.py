@@ -104,27 +104,24 @@ def saved_in(run_on_ranks: RunOnRanks, tmp_path_factory: pytest.TempPathFactory)
     return saved
 
 
-def check(run_on_ranks: RunOnRanks, saved: Saved, loaded_in: str, dtype: str, **fields: Any) -> None:
-    kind, same_loss = DTYPES[dtype]
-    ranks = run_on_ranks(
-        world_size(loaded_in), load_and_train, loaded_in, small_model(**{**FEW, **fields}), kind, saved.checkpoint
-    )
-    before, after = (gather([rank.pieces for rank in each]) for each in (saved.ranks, ranks))
-    assert before.keys() == after.keys()
-    assert sum("exp_avg_sq" in name for name in before) > 10
-    assert any(name.startswith(MAIN_WEIGHT) for name in before) is (dtype == "bf16")
-    assert [name for name in before if not torch.equal(before[name], after[name])] == []
-    groups = {group["wd_mult"]: group for rank in saved.ranks for group in rank.groups}
-    assert {group["step"] for group in groups.values()} == {2}
-    assert [group for rank in ranks for group in rank.groups if group != groups[group["wd_mult"]]] == []
-    assert ranks[0].next_losses == pytest.approx(saved.ranks[0].next_losses, rel=same_loss, abs=0)
-
-
 @pytest.mark.parametrize(("saved", "loaded", "dtype", "fields"), CASES)
 def test_the_state_is_the_same_in_every_layout(
     run_on_ranks: RunOnRanks, saved_in: SavedIn, saved: str, loaded: str, dtype: str, fields: dict[str, Any]
 ) -> None:
-    check(run_on_ranks, saved_in(saved, dtype, **fields), loaded, dtype, **fields)
+    there = saved_in(saved, dtype, **fields)
+    kind, same_loss = DTYPES[dtype]
+    ranks = run_on_ranks(
+        world_size(loaded), load_and_train, loaded, small_model(**{**FEW, **fields}), kind, there.checkpoint
+    )
+    before, after = (gather([rank.pieces for rank in each]) for each in (there.ranks, ranks))
+    assert before.keys() == after.keys()
+    assert sum("exp_avg_sq" in name for name in before) > 10
+    assert any(name.startswith(MAIN_WEIGHT) for name in before) is (dtype == "bf16")
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    groups = {group["wd_mult"]: group for rank in there.ranks for group in rank.groups}
+    assert {group["step"] for group in groups.values()} == {2}
+    assert [group for rank in ranks for group in rank.groups if group != groups[group["wd_mult"]]] == []
+    assert ranks[0].next_losses == pytest.approx(there.ranks[0].next_losses, rel=same_loss, abs=0)
 
 
 def shards_before_and_after_an_update(recipe: OptimizerConfig) -> list[list[tuple[Any, ...]]]:

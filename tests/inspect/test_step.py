@@ -1,6 +1,5 @@
 """`inspect --step` against training itself: the batches that a run recorded, and the documents that they are of."""
 
-import gzip
 import json
 import shutil
 from pathlib import Path
@@ -274,54 +273,16 @@ def check_sample(passages: list[dict[str, Any]], of_run: Recorded, chats: list[A
     assert not any(of_run.tokens[position:]) and not any(of_run.loss_mask[position:])
 
 
-# -- from documents to a step
-
-END = "<|endoftext|>"
+# -- on another store
 
 
-def prepared(folder: Path, *options: str) -> Path:
+def prepared(folder: Path) -> Path:
     """The sample documents as token files; their prefix."""
     prefix = folder / "docs"
     inputs = str(SAMPLES / "dolma")
-    arguments = [inputs, "--output", str(prefix), "--tokenizer", str(TOKENIZER), "--workers", "1", *options]
+    arguments = [inputs, "--output", str(prefix), "--tokenizer", str(TOKENIZER), "--workers", "1"]
     assert main(["prepare", *arguments]) == 0
     return prefix
-
-
-@pytest.mark.parametrize(
-    ("options", "data"),
-    [
-        ([], "{prefix}"),
-        (["--format", "npy"], "{prefix}.npy"),
-    ],
-    ids=["pair", "npy"],
-)
-def test_a_step_leads_back_to_the_documents(inspect: Inspect, tmp_path: Path, options: list[str], data: str) -> None:
-    prefix = prepared(tmp_path, *options)
-    assert inspect(prefix, "--verify").code == 0
-    assert inspect(data.format(prefix=prefix), "--verify").code == 0
-    values = small_run(
-        data.format(prefix=prefix),
-        tmp_path / "run",
-        model={"vocab_size": 50_280, "seq_length": 512},
-        training={"train_iters": 2, "global_batch_size": 8},
-    )
-    config = write_config(tmp_path / "run.yaml", values)
-    shown = inspect(config, "--step", 2, "--json")  # the tokenizer is the manifest's
-    assert (shown.code, shown.error) == (0, "")
-    step = json.loads(shown.out)
-    samples = [sample for batch in step["micro_batches"] for sample in batch["samples"]]
-    passages = [passage for sample in samples for passage in sample["passages"]]
-    assert len(samples) == 8
-    assert len(passages) > 8
-    for passage in passages:
-        document = passage["document"]
-        lines = gzip.decompress(Path(document["shard"]).read_bytes()).splitlines()
-        line = json.loads(lines[document["line"] - 1])
-        assert (document["id"], document["source"]) == (line.get("id"), line.get("source"))
-        assert passage["text"].strip("\ufffd") in line["text"] + END
-        if document["first_token"] == 0:
-            assert line["text"].startswith(passage["text"].removesuffix(END).rstrip("\ufffd"))
 
 
 def test_token_files_on_another_store_are_shown_and_verified_as_here(
