@@ -20,12 +20,13 @@ from typing import Any
 from megatron_fanformer import __version__
 from megatron_fanformer.convert.verb import CONVERT, MERGE
 from megatron_fanformer.demo.verb import DEMO
-from megatron_fanformer.errors import FanformerError, InputError, escaped, not_installed, redacted
+from megatron_fanformer.durable_files import NO_SPACE
+from megatron_fanformer.errors import FanformerError, InputError, escaped, redacted
 from megatron_fanformer.evaluate.verb import EVALUATE
 from megatron_fanformer.experiments.verbs import EXPERIMENT, REPORT, SWEEP
 from megatron_fanformer.generate.verb import CHAT, GENERATE
 from megatron_fanformer.inspect.verb import INSPECT
-from megatron_fanformer.options import PROGRAM, Verb, add_options, home_path, path_or_none
+from megatron_fanformer.options import PROGRAM, Verb, add_options
 from megatron_fanformer.parity.verb import PARITY
 from megatron_fanformer.plan.verb import PLAN
 from megatron_fanformer.prepare.verb import PREPARE
@@ -41,14 +42,13 @@ VERBS = {verb.name: verb for verb in ALL}
 """The verbs, in the order of --help."""
 REMOVED = {"check-node": "start examples/check_nodes.py by torchrun or srun, a process for each GPU"}
 """Verbs of earlier versions, and the remedy for each."""
-MOST_SHOWN = 200  # characters of an argument or a path in an error
 
 
 class _Parser(argparse.ArgumentParser):
     """argparse with our errors: one line, exit code 2."""
 
     def error(self, message: str) -> Any:
-        raise InputError(f"{_cut(message, 2 * MOST_SHOWN)}; {self.prog} --help lists the options")
+        raise InputError(f"{message:.400}; {self.prog} --help lists the options")
 
 
 class _Help(argparse.HelpFormatter):
@@ -58,21 +58,6 @@ class _Help(argparse.HelpFormatter):
         prose, examples, lines = text.partition("\nexamples:")
         filled = super()._fill_text(prose, width, indent)
         return f"{filled}\n\n{examples}{lines}".strip() if examples else filled
-
-
-class _PrintCompletion(argparse.Action):
-    def __call__(self, _parser_of_one: Any, _namespace: Any, shell: Any, _flag: str | None = None) -> None:
-        try:
-            import shtab
-        except ImportError:
-            raise InputError("--print-completion needs shtab, which is not installed; pip install shtab") from None
-        parser = _parser()
-        (verbs,) = (action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-        for action in (action for verb in verbs.values() for action in verb._actions):
-            if action.nargs != 0 and action.choices is None and action.type in (str, home_path, path_or_none):
-                action.complete = shtab.FILE
-        print(shtab.complete(parser, shell=shell))
-        parser.exit()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -123,11 +108,8 @@ def _report(message: str, exit_code: int) -> int:
     return exit_code
 
 
-# Errors of a path that the user named, not of the machine.
-_WRONG_PATH = (
-    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTEMPTY),
-    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL, errno.EFBIG, errno.ENXIO),
-)
+# Errors of the machine, not of a path that the user named.
+_OF_THE_MACHINE = (*NO_SPACE, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ESTALE)
 
 
 def _describe(error: Exception) -> tuple[str, int]:
@@ -135,20 +117,17 @@ def _describe(error: Exception) -> tuple[str, int]:
     if isinstance(error, FanformerError):
         return str(error), error.exit_code
     if isinstance(error, ModuleNotFoundError):
-        return not_installed(error), InputError.exit_code
+        message = f"package {error.name} is not installed for {sys.executable}; activate .venv, or make install"
+        return message, InputError.exit_code
     if not isinstance(error, OSError):
         return f"{type(error).__name__}: {error} (--debug shows where)", 1
     reason = error.strerror or str(error)
     if error.filename is None:
         return f"{reason}; --debug shows where", 1
-    name = _cut(str(error.filename))
-    if error.errno in _WRONG_PATH:
+    name = f"{error.filename!s:.200}"
+    if error.errno not in _OF_THE_MACHINE:
         return f"{name} cannot be used ({reason}); name another path, or change what is there", InputError.exit_code
     return f"{name} cannot be used ({reason}); free what ran out, or repair the disk, and start again", 1
-
-
-def _cut(text: str, most: int = MOST_SHOWN) -> str:
-    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def _parser(described: Collection[str] = VERBS) -> argparse.ArgumentParser:
@@ -156,12 +135,6 @@ def _parser(described: Collection[str] = VERBS) -> argparse.ArgumentParser:
     parser = _Parser(prog=PROGRAM, description="Pretrain FANformer language models, on CPUs and GPUs.")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     parser.add_argument("--debug", action="store_true", help="show tracebacks (anywhere on the line)")
-    parser.add_argument(
-        "--print-completion",
-        choices=("bash", "zsh", "tcsh"),
-        action=_PrintCompletion,
-        help="print the shell's completion of this command (needs shtab)",
-    )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
     for verb in VERBS.values():
         subparser = verbs.add_parser(verb.name, help=verb.help, description=verb.help, formatter_class=_Help)

@@ -6,7 +6,6 @@ no credentials: see `redacted`.
 
 import difflib
 import re
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -66,16 +65,6 @@ def escaped(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
-
-
-def not_installed(error: ModuleNotFoundError) -> str:
-    """Return the line for a package that cannot be imported, most likely because this is not the environment's
-    Python.
-    """
-    return (
-        f"package {error.name} is not installed for {sys.executable}; activate .venv (source .venv/bin/activate), or "
-        "make it with make install"
-    )
 
 
 def collect_problems(problems: list[str], read: Callable[[], _T]) -> _T | None:

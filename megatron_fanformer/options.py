@@ -35,7 +35,6 @@ ANY_FIELD = (
 
 _COUNT = re.compile(r"(\d[\d_]*(?:\.\d+)?)([KMGBT]?)", re.ASCII | re.IGNORECASE)
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
-_LARGEST_COUNT = 10**18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +86,8 @@ class Verb(Generic[Options]):
             needs = fields[name].metadata.get("needs", ())
             if needs and not any(_is_met(need, values) for need in needs):
                 shown = rest[0] if name == "overrides" else _written(fields[name])
-                others = [_written(fields[need]) if need in fields else need.partition("=")[2] for need in needs]
-                problems.append(f"{shown} has no effect without {' or '.join(others)}; add that, or leave it out")
+                others = " or ".join(need.partition("=")[2] or _written(fields[need]) for need in needs)
+                problems.append(f"{shown} has no effect without {others}; add that, or leave it out")
         if problems:
             raise InputError("\n".join(problems))
         if "command_line" in fields:
@@ -97,41 +96,25 @@ class Verb(Generic[Options]):
 
 
 def _is_met(need: str, values: Mapping[str, Any]) -> bool:
-    name, is_value, value = need.partition("=")
-    return values.get(name) == value if is_value else name in values
+    name, _, value = need.partition("=")
+    return name in values and (not value or values[name] == value)
 
 
-def option(
-    default: Any = MISSING,
-    *,
-    name: str | None = None,
-    metavar: str | tuple[str, ...] | None = None,
-    parse: Callable[[str], Any] | None = None,
-    repeated: bool = False,
-    nargs: int | str | None = None,
-    group: str | None = None,
-    exclusive: str | None = None,
-    needs: tuple[str, ...] = (),
-    kind: Literal["option", "argument", "none"] = "option",
-) -> Any:
+def option(default: Any = MISSING, **shape: Any) -> Any:
     """Return the field of an option.
 
     Args:
-        name: the option's name with its dashes; None: as its field.
-        metavar: the value's placeholder in --help; None: from the option's name.
-        parse: parses one word, in place of the type.
-        repeated: whether the option may be repeated, each time adding one word to a tuple.
-        nargs: number of words of a tuple; None: one or more.
-        group: title of its group in --help.
-        exclusive: name of a group of options of which at most one may be given.
-        needs: fields of which one must be given for this one to have an effect: `tasks`; or one with this value:
-            `action=run`. Without them the command is refused.
-        kind: `argument`, known by its place, or `none`, which the command line cannot set.
+        shape: by these names:
+            name: the option's name with its dashes; by default as its field.
+            metavar: the value's placeholder in --help; by default from the option's name.
+            parse: parses one word, in place of the type.
+            repeated: whether the option may be repeated, each time adding one word to a tuple.
+            nargs: number of words of a tuple; by default one or more.
+            group: title of its group in --help.
+            exclusive: name of a group of options of which at most one may be given.
+            needs: fields of which one must be given for this one to have an effect, or have a value (`action=run`).
+            kind: `argument`, known by its place, or `none`, which the command line cannot set.
     """
-    shape = {
-        **{"name": name, "metavar": metavar, "parse": parse, "repeated": repeated, "nargs": nargs},
-        **{"group": group, "exclusive": exclusive, "needs": needs, "kind": kind},
-    }
     return field(default=default, metadata=shape)
 
 
@@ -155,11 +138,6 @@ def home_path(text: str) -> Path:
     return Path(at_home(text))
 
 
-def path_or_none(text: str) -> Path | None:
-    """Read a path; an empty word, such as a script's unset variable, is as if the option were left out."""
-    return home_path(text) if text else None
-
-
 def count_of(text: str) -> int:
     """Return a number of tokens, bytes or steps: digits, which may have a factor, as in 3.9T, 300B, 10G, 15M or 20K.
 
@@ -168,7 +146,7 @@ def count_of(text: str) -> int:
     """
     match = _COUNT.fullmatch(text)
     number = Decimal(match[1]) * _FACTORS[match[2].upper()] if match else Decimal(0)
-    if not 1 <= number <= _LARGEST_COUNT or number != number.to_integral_value():
+    if not 1 <= number <= 10**18 or number != number.to_integral_value():
         raise InputError(f"{text!r} is not a number from 1 to 1000000T; write it as in 1.05T, 300B, 10G, 15M or 20K")
     return int(number)
 
@@ -188,7 +166,7 @@ def option_name(name: str) -> str:
 
 def _written(entry: "dataclasses.Field[Any]") -> str:
     if entry.metadata.get("kind") == "argument":
-        return str(entry.metadata["metavar"] or entry.name.upper())
+        return str(entry.metadata.get("metavar", entry.name.upper()))
     return entry.metadata.get("name") or option_name(f"no_{entry.name}" if entry.default is True else entry.name)
 
 

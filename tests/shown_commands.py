@@ -28,7 +28,6 @@ NOT_RUN = {
     f"{PROGRAM} train --config examples/tiny-cpu.yaml --training.run_dir runs/decay": "a checkpoint of runs/trunk",
     f"{PROGRAM} merge runs/trunk": "runs/trunk",
     f"{PROGRAM} merge runs/decay": "runs/decay",
-    f"{PROGRAM} prepare s3://": "another store",
     f"{PROGRAM} prepare chats/": "chats",
     f"{PROGRAM} chat": "a model that was fine-tuned on chats",
     "cat questions.txt": "a model that was fine-tuned on chats",

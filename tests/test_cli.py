@@ -1,7 +1,6 @@
 """Bad input, as a user meets it: a line for each problem, exit code 2, nothing written."""
 
 import importlib.util
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_fanformer.checkpoint.manifest import write_manifest
 from megatron_fanformer.cli import PROGRAM, main
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.runtime import megatron_cpu
@@ -227,6 +227,7 @@ def started_run(tmp_path: Path, config: str) -> Path:
     (checkpoint / "metadata.json").write_text("{}")
     (checkpoint.parent / "latest").write_text(checkpoint.name)
     write_config(checkpoint / "config.yaml", values)
+    write_manifest(checkpoint, 1)
     return tmp_path / "run"
 
 
@@ -287,19 +288,3 @@ def test_the_conversion_script_is_the_verb(tmp_path: Path, capsys: pytest.Captur
 
 
 # -- documents
-
-
-@pytest.fixture
-def documents(tmp_path: Path) -> Path:
-    """Two documents with a line between them that is none."""
-    lines = [json.dumps({"text": "one"}), "{", json.dumps({"text": "two"})]
-    (tmp_path / "documents.jsonl").write_text("".join(line + "\n" for line in lines))
-    return tmp_path / "documents.jsonl"
-
-
-def prepare(documents: Path | str, *options: str) -> list[str]:
-    return ["prepare", str(documents), "--output", "out", "--tokenizer", str(TOKENIZER), "--workers", "1", *options]
-
-
-def test_a_line_that_is_no_document_stops_strict_preparation(refused: Refused, documents: Path) -> None:
-    one_line(refused(*prepare(documents, "--strict")), "documents.jsonl:2: not JSON")

@@ -2,7 +2,6 @@
 
 import ast
 import shlex
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -85,23 +84,6 @@ def test_the_help_of_a_verb_ends_with_two_examples_of_it(verb: str, capsys: pyte
         found, options = cli.read_command(words)
         assert (program, found.name) == (cli.PROGRAM, verb)
         assert all("." in word for word in getattr(options, "overrides", ())[::2])
-
-
-def test_the_shells_completion_knows_verbs_and_options(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("shtab")
-    with pytest.raises(SystemExit):
-        cli.main(["--print-completion", "bash"])
-    ask = f'COMP_WORDS=({cli.PROGRAM} "$@"); COMP_CWORD=$#; _shtab_megatron_fanformer; echo "${{COMPREPLY[@]}}"'
-    script = f"{capsys.readouterr().out}\n{ask}"
-    for typed, completed in (
-        (["pari"], "parity"),
-        (["plan", "--sear"], "--search"),
-        (["train", "--config", "LICEN"], "LICENSE"),
-    ):
-        done = subprocess.run(
-            ["bash", "-c", script, "bash", *typed], cwd=ROOT, capture_output=True, text=True, check=True
-        )
-        assert done.stdout.split() == [completed]
 
 
 def test_the_configuration_page_has_every_preset() -> None:

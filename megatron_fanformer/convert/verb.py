@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.options import Verb, argument, option, path_or_none
+from megatron_fanformer.options import Verb, argument, option
 from megatron_fanformer.runtime import device
 from megatron_fanformer.terminal import show
 
@@ -23,9 +23,9 @@ class ConvertOptions:
     """A folder that does not exist yet."""
     to: Literal["megatron", "hf", "reference"] = option()
     """Target format: a checkpoint of ours, a Hugging Face folder, or a checkpoint in the authors' format."""
-    config: Path | None = option(None, metavar="FILE", parse=path_or_none)
+    config: Path | None = option(None, metavar="FILE")
     """Configuration file with fields of model that a Megatron-LM checkpoint does not state."""
-    tokenizer: Path | None = option(None, parse=path_or_none)
+    tokenizer: Path | None = option(None)
     """Tokenizer to put beside the weights, where the source has none."""
     eod_id: int | None = None
     """The id that ends a document (default: the source's, or the end of text of --tokenizer)"""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from megatron_fanformer.durable_files import file_problems
 from megatron_fanformer.errors import InputError, collect_problems
 from megatron_fanformer.model.config import TransformerImpl
-from megatron_fanformer.options import ANY_FIELD, Verb, option, overrides, path_or_none
+from megatron_fanformer.options import ANY_FIELD, Verb, option, overrides
 from megatron_fanformer.runtime import device
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class ParityConfig:
     transformer_impl: TransformerImpl = option("auto", metavar="LAYERS")
     """Implementation of the layers: local (megatron-core's and torch's), transformer_engine, or auto: Transformer
     Engine's if it can be imported."""
-    report: Path | None = option(None, metavar="FILE", parse=path_or_none)
+    report: Path | None = option(None, metavar="FILE")
     """Write everything as JSON."""
     overrides: tuple[str, ...] = overrides()
 

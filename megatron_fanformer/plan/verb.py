@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_fanformer.options import ANY_FIELD, Verb, count, option, overrides, path_or_none
+from megatron_fanformer.options import ANY_FIELD, Verb, count, option, overrides
 
 
 def count_of_gpus(text: str) -> int:
@@ -43,7 +43,7 @@ class PlanOptions:
     """Tokens to train on, e.g. 1T, 300B, 15M (default: those of the configuration's steps)"""
     price: float | None = option(None, metavar="P", parse=_above_zero)
     """Price of a GPU hour, in any currency."""
-    report: Path | None = option(None, metavar="FILE.json", parse=path_or_none)
+    report: Path | None = option(None, metavar="FILE.json")
     """Write everything as JSON."""
     overrides: tuple[str, ...] = overrides()
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.options import ANY_FIELD, Verb, command_line, option, overrides, path_or_none
+from megatron_fanformer.options import ANY_FIELD, Verb, command_line, option, overrides
 from megatron_fanformer.processes import ended_by_stop_signals
 from megatron_fanformer.runtime import device
 from megatron_fanformer.terminal import show
@@ -30,9 +30,9 @@ class ConfigOptions:
     from_megatron: tuple[str, ...] | None = option(None, metavar="ARGS", nargs="...")
     """Print the configuration that the arguments of Megatron-LM's pretrain_gpt.py are, and what it does not hold. All
     that follows are arguments: put this in the place of `torchrun … pretrain_gpt.py` in a launch script, and run it."""
-    config: Path | None = option(None, metavar="FILE", parse=path_or_none, needs=("resolved",))
+    config: Path | None = option(None, metavar="FILE", needs=("resolved",))
     """With --resolved: configuration file (YAML)."""
-    output: Path | None = option(None, metavar="FILE", parse=path_or_none, needs=("from_megatron",))
+    output: Path | None = option(None, metavar="FILE", needs=("from_megatron",))
     """With --from-megatron: new file for the configuration; only what it does not hold is printed."""
     overrides: tuple[str, ...] = overrides(needs=("resolved",))
 
