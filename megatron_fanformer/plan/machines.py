@@ -100,15 +100,12 @@ class Machine:
         error = {"fp32": self.fp32_relative_error, "fp8": self.fp8_relative_error}.get(dtype)
         return self.relative_error if error is None else error
 
-    def flops_per_second(self, dtype: str, *, field: str | None = None) -> float:
-        """Return the data sheet's rate of dense products in fp32, bf16 or fp8; InputError if it has none, which names
-        the configuration's `field` that asks for it.
-        """
+    def flops_per_second(self, dtype: str) -> float:
+        """Return the data sheet's rate of dense products in fp32, bf16 or fp8; InputError if it has none."""
         if (rate := getattr(self, f"{dtype}_flops_per_second")) is None:
-            field = field or ("precision.fp8" if dtype == "fp8" else "precision.dtype")
             raise InputError(
-                f"the rate of matrix products in {dtype} is not known of {self.name}; change {field}, or give the "
-                f"machine's {dtype}_flops_per_second"
+                f"the rate of matrix products in {dtype} is not known of {self.name}; change "
+                f"precision.{'fp8' if dtype == 'fp8' else 'dtype'}, or give the machine's {dtype}_flops_per_second"
             )
         return rate
 

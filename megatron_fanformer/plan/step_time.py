@@ -211,6 +211,6 @@ def _once_a_step(job: Job, machine: Machine, layers: int, parts: dict[str, float
     once["between steps"] = machine.step_seconds
     matrices = MatrixUpdates(job, 0)
     if matrices.matrices:
-        rate = machine.flops_per_second(matrices.dtype, field="optimizer.name") * machine.product_efficiency
+        rate = machine.flops_per_second(matrices.dtype) * machine.product_efficiency
         once["orthogonalization"] = matrices.busiest_flops / rate + _collectives(job, machine, matrices.terms(0))
     return once

@@ -55,12 +55,9 @@ def test_every_form_of_a_layout_is_tried() -> None:
     """Of each spelling one: nothing that needs several ranks where there is one."""
     config = small_config(parallel={"context_parallel_size": 2, "cp_comm_type": "a2a"})
 
-    def degrees(parallel: ParallelConfig) -> tuple[int, int]:
-        return parallel.tensor_model_parallel_size, parallel.context_parallel_size
-
     def forms(config: RunConfig) -> set[tuple[Any, ...]]:
-        parallels = [micro_batches[0].parallel for micro_batches in all_layouts(config, 4)]
-        return {(*degrees(each), each.cp_comm_type, each.sequence_parallel, each.fan_form) for each in parallels}
+        names = ("tensor_model_parallel_size", "context_parallel_size", "cp_comm_type", "sequence_parallel", "fan_form")
+        return {tuple(getattr(each.parallel, name) for name in names) for each in every_layout(config, 4)}
 
     of_fan = [(False, "column"), (True, "column"), (True, "sequence")]
     of_four = [(tp, cp) for tp in (1, 2, 4) for cp in (1, 2, 4) if tp * cp <= 4]
