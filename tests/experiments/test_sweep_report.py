@@ -30,17 +30,15 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_tokens(tmp_path_factory.mktemp("tokens") / "tokens")
 
 
-def config(**report: Any) -> SweepConfig:
-    fields = {"compare": "arm", "baseline": "transformer", "primary": PRIMARY, **report}
-    return SweepConfig(
-        experiment="planted",
-        folder="none",
-        base="none",
-        axes={"arm": {arm: {} for arm in ARMS}, "lr": {"low": {}, "high": {}}},
-        tune="lr",
-        seeds=5,
-        report=ReportConfig(**fields),
-    )
+CONFIG = SweepConfig(
+    experiment="planted",
+    folder="none",
+    base="none",
+    axes={"arm": {arm: {} for arm in ARMS}, "lr": {"low": {}, "high": {}}},
+    tune="lr",
+    seeds=5,
+    report=ReportConfig(compare="arm", baseline="transformer", primary=PRIMARY),
+)
 
 
 def planted(generator: random.Random, effect: float, *, seeds: int = 5) -> list[Group]:
@@ -58,11 +56,11 @@ def planted(generator: random.Random, effect: float, *, seeds: int = 5) -> list[
 
 def share(of: Callable[[list[Comparison]], bool], effect: float, draws: int) -> float:
     generator = random.Random(7)
-    return sum(of(comparisons(config(), planted(generator, effect))) for _ in range(draws)) / draws
+    return sum(of(comparisons(CONFIG, planted(generator, effect))) for _ in range(draws)) / draws
 
 
 def shown(found: list[Comparison]) -> list[bool]:
-    return [bool(each.shows) for each in findings(config(), found, steps=300) if not each.exploratory]
+    return [bool(each.shows) for each in findings(CONFIG, found, steps=300) if not each.exploratory]
 
 
 def test_planted_nulls_are_called_at_most_as_often_as_is_said() -> None:
@@ -80,27 +78,21 @@ def test_planted_effects_are_found() -> None:
 
 def test_what_was_not_stated_is_exploratory_and_too_few_seeds_or_steps_show_nothing() -> None:
     groups = planted(random.Random(1), 1.0)
-    by_pair = {(each.point, each.baseline): each for each in comparisons(config(), groups)}
+    by_pair = {(each.point, each.baseline): each for each in comparisons(CONFIG, groups)}
     assert list(by_pair) == [*PRIMARY, ("p0", "transformer")]
     assert by_pair["p0", "transformer"].adjusted is None
-    *primary, other = findings(config(), list(by_pair.values()), steps=50)
+    *primary, other = findings(CONFIG, list(by_pair.values()), steps=50)
     assert [each.shows for each in primary] == [True, True]
     assert other.shows is None and other.exploratory and "exploratory" in other.sentence
     for steps, seeds in ((49, 5), (50, 2)):
-        found = comparisons(config(), planted(random.Random(1), 1.0, seeds=seeds))
-        assert {each.shows for each in findings(config(), found, steps=steps)} == {None}
-    unfinished = comparisons(config(), [group for group in groups if group.points["arm"] != "p0"])
+        found = comparisons(CONFIG, planted(random.Random(1), 1.0, seeds=seeds))
+        assert {each.shows for each in findings(CONFIG, found, steps=steps)} == {None}
+    unfinished = comparisons(CONFIG, [group for group in groups if group.points["arm"] != "p0"])
     assert [(each.point, each.is_primary, each.adjusted) for each in unfinished] == [
         ("fanformer", True, pytest.approx(2 * unfinished[0].p))  # type: ignore[operator]
     ]
-    alone = SweepConfig(
-        experiment="one",
-        folder="none",
-        base="none",
-        axes={"arm": {arm: {} for arm in ARMS[::2]}},
-        seeds=5,
-        report=ReportConfig(compare="arm", baseline="transformer"),
-    )
+    axes, report = {"arm": {arm: {} for arm in ARMS[::2]}}, ReportConfig(compare="arm", baseline="transformer")
+    alone = SweepConfig(experiment="one", folder="none", base="none", axes=axes, seeds=5, report=report)
     assert [each.is_primary for each in comparisons(alone, groups[::2])] == [True]
 
 
