@@ -141,7 +141,7 @@ def figure(metric: str | None, value: float, *, sign: str = "") -> str:
 
 def result_lines(results: Sequence[Result]) -> Iterator[str]:
     """Yield a row for each task, its own metric, and for each set, with a column for each checkpoint."""
-    paths = [result.checkpoint for result in results]
+    paths = [os.path.abspath(result.checkpoint) for result in results]
     common = os.path.commonpath(paths) if len(paths) > 1 else os.path.dirname(paths[0])
     columns = [_column(result) for result in results]
     labels = dict.fromkeys(label for column in columns for label in column)

@@ -20,6 +20,7 @@ from megatron_fanformer.evaluate.config import EvaluationRequest
 from megatron_fanformer.evaluate.evaluate import read_request
 from megatron_fanformer.evaluate.jobs import Jobs, find_jobs
 from megatron_fanformer.evaluate.requests import read_requests, write_requests
+from megatron_fanformer.evaluate.results import Result, result_lines
 from tests.evaluate.made_up import made_up_requests
 from tests.generate.making import model_and_tensors, write_tokenizer
 from tests.whole_models import export_huggingface
@@ -198,6 +199,12 @@ def test_several_checkpoints_are_columns_of_a_table(
     ]
     assert evaluate("--compare", output, output) == 2
     assert "is not the result of one checkpoint" in capsys.readouterr().err
+
+
+def test_checkpoints_are_named_by_what_differs_in_their_paths() -> None:
+    paths = ("runs/a/checkpoints/step-00000040", str(Path.cwd() / "runs" / "b"))
+    heading, *_ = result_lines([Result(checkpoint=path, versions={}) for path in paths])
+    assert heading.split() == ["a/checkpoints/step-00000040", "b"]
 
 
 def read(*arguments: object, world_size: int | None = None) -> EvaluationRequest:
