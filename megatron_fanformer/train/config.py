@@ -51,8 +51,6 @@ from megatron_fanformer.train.schedule import ScheduleConfig
 if TYPE_CHECKING:  # torch takes seconds to import, and a configuration is checked before
     import torch
 
-UNSTATED = {"optimizer.name": "adamw"}
-"""Fields that the configurations of earlier versions' runs lack, and what those runs have."""
 PRESET_KEY = "model.preset"
 FROM_CHECKPOINT = "from-checkpoint"
 OF_THE_RUN = ("seq_length", "rope_scaling")

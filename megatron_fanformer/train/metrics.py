@@ -5,19 +5,16 @@ The dashboards' groups, the progress line and the tables in docs/metrics.md foll
 
 import functools
 import math
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_fanformer.checkpoint.run_folder import METRICS, VALIDATION_LOSS, metrics_entry
-from megatron_fanformer.durable_files import regular_file
 
 VALIDATION_PREFIX = f"{VALIDATION_LOSS}/"  # begins the name of a validation set's loss
 PERPLEXITY_LOSS_SUFFIX = "/CrossEntropyLoss"  # ends the name of a perplexity set's loss
 SMOOTHED_SHARE = 20  # the loss is averaged over one of so many parts of the steps
-TAIL_BYTES = 1 << 20  # of metrics.jsonl: more than one step's metrics of any model
 
 
 class Metric(NamedTuple):
@@ -115,15 +112,6 @@ def numbers(metrics: dict[str, Any]) -> dict[str, float]:
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """Return the metrics of every step in a run's metrics.jsonl, in their order, without lines of no step."""
     return [entry for line in (run / METRICS).read_bytes().splitlines() if (entry := metrics_entry(line)) is not None]
-
-
-def last_metrics(run: Path) -> dict[str, Any] | None:
-    """Return the metrics of the last step in a run's metrics.jsonl; None if there is none. Only its end is read."""
-    with regular_file(run / METRICS).open("rb") as stream:
-        stream.seek(max(0, stream.seek(0, os.SEEK_END) - TAIL_BYTES))
-        lines = stream.read().split(b"\n")
-    # after the last line end: a partial line, or nothing
-    return next((entry for line in reversed(lines[:-1]) if (entry := metrics_entry(line)) is not None), None)
 
 
 # -- the picture

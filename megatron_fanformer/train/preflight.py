@@ -35,7 +35,7 @@ from megatron_fanformer.errors import CorruptError, InputError, collect_problems
 from megatron_fanformer.evaluate.survey import EvaluationSurvey, survey_evaluation
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.stores import is_url
-from megatron_fanformer.train.config import OF_THE_RUN, UNSTATED, RunConfig
+from megatron_fanformer.train.config import OF_THE_RUN, RunConfig
 from megatron_fanformer.train.loggers import logger_problems
 from megatron_fanformer.train.machine_rules import (
     backend_problems,
@@ -357,7 +357,7 @@ def _resume_problems(checkpoint: Path, config: RunConfig, length_field: str) -> 
             f"training.{length_field} {verb} {steps}, but the run in {config.training.run_dir} is at step {step}; "
             "raise it, or name another training.run_dir"
         )
-    present, before = by_dotted_names(config.as_dict()), UNSTATED | by_dotted_names(saved)
+    present, before = by_dotted_names(config.as_dict()), by_dotted_names(saved)
     return problems + [
         f"{name} is {present[name]}, but the run in {config.training.run_dir} has {before.get(name)}; change it back, "
         "or name another training.run_dir, which checkpoint.load starts from this one's weights"

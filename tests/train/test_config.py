@@ -23,7 +23,8 @@ def write_saved_model(run: Path, model: FANformerConfig, step: int = 7) -> Path:
     """What is read of a run to know its model; returns its one checkpoint."""
     checkpoint = run / run_folder.CHECKPOINTS / run_folder.checkpoint_name(step)
     checkpoint.mkdir(parents=True)
-    (checkpoint / run_folder.MEGATRON_METADATA).touch()
+    for name in (run_folder.MEGATRON_METADATA, run_folder.MANIFEST):
+        (checkpoint / name).touch()
     (checkpoint.parent / run_folder.LATEST).write_text(f"{checkpoint.name}\n")
     for folder in (run, checkpoint):
         (folder / run_folder.CONFIG).write_text(yaml.safe_dump({"model": dataclasses.asdict(model)}))

@@ -65,8 +65,6 @@ def chosen(kind: str, replicas: int, **sections: dict[str, Any]) -> dict[str, An
         ("unfused", {"precision": {"dtype": "bf16"}}, "cuda", True),
         ("fused", {"precision": {"dtype": "bf16"}}, "cuda", False),
         ("unfused", {"precision": {"dtype": "fp32"}}, "cuda", False),  # the Engine has no other
-        ("unfused", {"precision": {"dtype": "bf16"}, "kernels": {"attention_backend": "unfused"}}, "cuda", False),
-        (None, {"precision": {"dtype": "bf16"}}, "cpu", False),
     ],
 )
 def test_attention_that_fell_back_is_told(

@@ -52,14 +52,11 @@ def test_every_entry_is_complete(name: str) -> None:
         assert rule.state_bytes(weight, dimensions) == 4 * len(states)
 
 
-@pytest.mark.parametrize("saved", [None, "adamw", "momentum"])
-def test_a_run_goes_on_with_its_own(tmp_path: Path, saved: str | None) -> None:
-    """Runs of earlier versions do not say which one that is: it is AdamW."""
+@pytest.mark.parametrize("saved", ["adamw", "momentum"])
+def test_a_run_goes_on_with_its_own(tmp_path: Path, saved: str) -> None:
     config = config_from_dict(small_run("tokens", tmp_path / "run"))
     values = config.as_dict()
-    values["optimizer"] = {name: value for name, value in values["optimizer"].items() if name != "name"}
-    if saved is not None:
-        values["optimizer"]["name"] = saved
+    values["optimizer"]["name"] = saved
     checkpoint = tmp_path / "step-00000001"
     checkpoint.mkdir()
     write_config(checkpoint / run_folder.CONFIG, values)

@@ -1,31 +1,13 @@
 """The order in which a run's saves take place."""
 
-import shutil
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, call
 
 import pytest
 
-from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.remote import FINISH_SECONDS
-from megatron_fanformer.data.chat_template import attached_files
-from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.train.interrupts import Interrupts
 from megatron_fanformer.train.saves import STOPPED_MIRROR_SECONDS, Checkpointer
-
-
-def test_what_goes_into_checkpoints_is_read_once(tmp_path: Path, small_tokenizer_file: Path) -> None:
-    shutil.copy(small_tokenizer_file, tmp_path / "own.model")
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<0x41>"}')
-    stated = load_tokenizer(tmp_path / "own.model").eod_id
-    attached = attached_files(tmp_path / "own.model", "{{ messages }}")
-    (tmp_path / "own.model").unlink()
-    partial = run_folder.temporary_folder(tmp_path / run_folder.CHECKPOINTS, 1)
-    saved = run_folder.publish_checkpoint(tmp_path / run_folder.CHECKPOINTS, 1, partial, {}, attached)
-    assert (saved / "tokenizer.model").read_bytes() == small_tokenizer_file.read_bytes()
-    assert (saved / "chat_template.jinja").read_text() == "{{ messages }}"
-    assert load_tokenizer(saved).eod_id == stated != load_tokenizer(small_tokenizer_file).eod_id
 
 
 def test_a_save_begins_once_the_one_before_is_published() -> None:
