@@ -68,10 +68,8 @@ def one_line(lines: list[str], *parts: str) -> None:
         (["tran"], "invalid choice: 'tran'"),
         (["check-node", "--json"], "check-node is no verb any more; start examples/check_nodes.py by torchrun or srun"),
         (["train"], "required: --config"),
-        (["prepare", "x", "--output", "y", "--tokenizer", "z", "--speed", "9"], "unknown argument --speed"),
         (["prepare", "x", "--output", "y", "--tokenizer", "z", "--workers", "two"], "invalid int value: 'two'"),
         (["convert", "x", "y", "--to", "zip"], "invalid choice: 'zip'"),
-        (["train", "--config", "none.yaml"], "none.yaml cannot be read"),
     ],
 )
 def test_a_command_line_that_is_no_command(refused: Refused, arguments: list[str], message: str) -> None:
@@ -99,15 +97,7 @@ NO_PRESET = "model.preset is … fanformer-1b"
         ("--nonsense", "'--nonsense' is not an override; write --section.field VALUE"),
         ("--training.seed", "--training.seed has no value; write --section.field VALUE"),
         ("--training.seed [", "--training.seed '[' is not a valid YAML value; quote it"),
-        ("--modle.hidden_size 3", "unknown configuration key modle; did you mean model?"),
-        ("--model.fan.pratio 0.25", "unknown configuration key model.fan.pratio; did you mean model.fan.p_ratio?"),
-        ("--model.hidden_size null", "model.hidden_size is null; it must be an integer"),
-        ("--optimizer.lr fast", 'optimizer.lr is "fast"; it must be a finite number'),
-        ("--optimizer.lr .nan", "optimizer.lr is NaN; it must be a finite number"),
-        ("--checkpoint.keep few", 'checkpoint.keep is "few"; it must be an integer or null'),
         ("--data.train_data a", 'data.train_data is "a"; it must be a list of text or integers or numbers'),
-        ("--model.fan 5", "model.fan is 5; it must be a section with keys such as p_ratio"),
-        ("--runtime.device tpu", 'runtime.device is "tpu"; it must be one of auto, cuda, cpu'),
         ("--training.train_iters 0", "training.train_iters is 0; it must be at least 1"),
     ],
 )
@@ -120,10 +110,7 @@ def test_a_value_of_the_wrong_kind(refused: Refused, config: str, overrides: str
     [
         ("--runtime.device cuda", "runtime.device is cuda"),
         ("--model.preset fanformer-2b", NO_PRESET),
-        *(
-            (f"--model.fan.p_ratio {value}", f"model.fan.p_ratio is {float(value)}; it must lie in [0, 0.5]")
-            for value in ("-0.1", "0.51", "1")
-        ),
+        ("--model.fan.p_ratio 0.51", "model.fan.p_ratio is 0.51; it must lie in [0, 0.5]"),
         ("--optimizer.name Adam", "optimizer.name is 'Adam', which is no optimizer here; did you mean adamw?"),
         (
             "--training.global_batch_size 7 --parallel.data_parallel_size 2",
@@ -194,15 +181,6 @@ def test_a_layout_that_cannot_be_compared(refused: Refused, config: str, layout:
     lines = refused("parity", "--config", config, "--layouts", "tp=2", layout)
     assert lines[0].startswith(f"layout {layout!r}: ")
     assert message in lines[0]
-
-
-def test_all_layouts_that_cannot_be_compared_are_named(refused: Refused, config: str) -> None:
-    lines = refused("parity", "--config", config, "--steps", "0", "--layouts", "tp", "vpp=2")
-    assert [line.split(":")[0] for line in lines] == [
-        "--steps is 0; it must be at least 1",
-        "layout 'tp'",
-        "layout 'vpp=2'",
-    ]
 
 
 # -- files

@@ -63,16 +63,12 @@ def test_there_is_one_for_each_of_the_papers_sizes_and_a_tiny_one() -> None:
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
-def test_only_its_data_is_missing(file: Path, tokens: str) -> None:
+def test_only_its_data_is_missing_and_its_model_has_the_stated_size(file: Path, tokens: str) -> None:
     config = load_config(file)
     data_parallel_size = config.parallel.resolve_data_parallel_size(stated(file, "Ranks"))
     assert on_data_that_exists(config, tokens).problems(data_parallel_size) == []
     assert all("does not exist" in problem for problem in config.problems(data_parallel_size))
-
-
-@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
-def test_the_model_has_the_stated_size(file: Path) -> None:
-    assert load_config(file).model.num_parameters == stated(file, "Parameters")
+    assert config.model.num_parameters == stated(file, "Parameters")
 
 
 @pytest.mark.parametrize("name", PAPER_SIZES)

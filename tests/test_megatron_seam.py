@@ -1,6 +1,6 @@
 """What of megatron-core the package uses beyond its interface: every private name, and every name that it replaces.
 
-Both lists are complete (the sources are searched), and each entry is there, with the parameters that are relied on, in
+The private ones are complete (the sources are searched), and each is there, with the parameters that are relied on, in
 the megatron-core that is installed: a new version that renamed one fails here, by name, and not in a run.
 """
 
@@ -184,22 +184,6 @@ def assigned(tree: ast.AST) -> Iterator[str]:
             yield node.target.id
 
 
-def replaced_names(root: Path = ROOT) -> Iterator[str]:
-    """Names of megatron-core's modules that are assigned to, by statement, `setattr` or a patch."""
-    for tree in sources(root):
-        imported = imports_of(tree)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                name = dotted(node, imported)
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "mock.patch.object"):
-                owner, what = dotted(node.args[0], imported), node.args[1]
-                name = f"{owner}.{what.value}" if owner and isinstance(what, ast.Constant) else owner
-            else:
-                continue
-            if name and name.startswith("megatron.core"):
-                yield name
-
-
 def shortened(names: Iterator[str]) -> set[str]:
     return {name.removeprefix("megatron.core.") for name in names}
 
@@ -209,42 +193,3 @@ def test_no_other_private_name_is_used() -> None:
     used = shortened(used_privates())
     assert used <= listed
     assert {name.rpartition(".")[2] for name in used} == {name.rpartition(".")[2] for name in PRIVATE}
-
-
-def test_no_other_name_is_replaced() -> None:
-    in_a_loop = {"distributed.param_and_grad_buffer"}  # its two collectives
-    every_module_has_it = {"tensor_parallel.random.CheckpointWithoutOutput"}
-    found = shortened(replaced_names()) - in_a_loop - set(PRIVATE)
-    assert found == {name for name in REPLACED if not name.endswith(("_func", *every_module_has_it))}
-
-
-PLANTED = """
-from unittest import mock
-from megatron.core.optimizer import clip_grads
-from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import layers
-from megatron.core.tensor_parallel.random import _get_cuda_rng_state
-
-class Model(GPTModel):
-    def _postprocess(self):
-        pass
-
-layers._initialize_affine_weight_gpu()
-optimizer._copy_main_params_to_model_params()
-clip_grads.multi_tensor_applier = None
-mock.patch.object(layers, "divide")
-"""
-
-
-def test_the_search_finds_what_is_planted(tmp_path: Path) -> None:
-    (tmp_path / "planted.py").write_text(PLANTED)
-    assert shortened(used_privates(tmp_path)) == {
-        "_postprocess",
-        "tensor_parallel.layers._initialize_affine_weight_gpu",
-        "_copy_main_params_to_model_params",
-        "tensor_parallel.random._get_cuda_rng_state",
-    }
-    assert shortened(replaced_names(tmp_path)) == {
-        "optimizer.clip_grads.multi_tensor_applier",
-        "tensor_parallel.layers.divide",
-    }

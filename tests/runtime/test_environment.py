@@ -40,11 +40,8 @@ def set_for(run: RunShape, **given: str) -> dict[str, str]:
         (ANY_SHAPE, "1", None, None),  # a process that may take any layout
         (shape(), "1", None, None),
         (shape(replicas=8), "32", "1", "20"),
-        (shape(TP_2), "1", "1", None),
         (shape(TP_2, replicas=4), "1", "1", "20"),
-        (shape({"context_parallel_size": 2}, replicas=2), "1", "1", "20"),
         (shape(TP_2, replicas=4, is_after_hopper=True), "32", "1", "20"),
-        (shape({"pipeline_model_parallel_size": 2}), "32", "1", None),
         (shape(INTERLEAVED), "32", "1", "20"),
         (shape({"overlap_grad_reduce": False}, replicas=8), "32", "1", None),
         (shape(replicas=8, over_nccl=False), "32", None, None),

@@ -41,9 +41,9 @@ def test_types_read_as_megatron_core_wants_them(dtype: str) -> None:
     assert tensor.type(torch.float64).dtype == torch.float64
 
 
-@pytest.mark.parametrize("factory", ["empty", "zeros", "ones", "full", "arange", "tensor"])
+@pytest.mark.parametrize("factory", ["empty", "tensor"])
 def test_the_device_of_a_with_block_is_the_factories_device_still(factory: str) -> None:
-    arguments = {"full": ((2,), 1.0), "tensor": ([1, 2],)}.get(factory, (2,))
+    arguments = {"tensor": ([1, 2],)}.get(factory, (2,))
     with torch.device("meta"):
         assert getattr(torch, factory)(*arguments).device.type == "meta"
     assert getattr(torch, factory)(*arguments).device.type == "cpu"

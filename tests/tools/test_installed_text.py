@@ -51,13 +51,9 @@ def lines(file: Path) -> list[dict[str, Any]]:
     [
         ({"License_Expression": "Apache-2.0 WITH LLVM-exception AND MIT"}, "Apache-2.0 WITH LLVM-exception AND MIT"),
         ({"License_Expression": "MIT AND GPL-3.0-only"}, None),
-        ({"License_Expression": "LicenseRef-Proprietary"}, None),
         ({"License": "Apache License, Version 2.0"}, "Apache-2.0"),
-        ({"License": "BSD-3-Clause"}, "BSD-3-Clause"),
         ({"License": "NVIDIA Proprietary Software"}, None),
-        ({"Classifier": ["License :: OSI Approved", "License :: OSI Approved :: MIT License"]}, "MIT"),
         ({"Classifier": ["License :: OSI Approved :: MIT License", "License :: Other/Proprietary License"]}, None),
-        ({"Classifier": ["License :: Other/Proprietary License"], "License": "MIT"}, None),
         ({}, None),
     ],
 )
