@@ -63,10 +63,7 @@ def measure(settings: CostSettings, _folder: Path, log: Log) -> Measured:
                 counted_bytes=_peak_bytes(config, settings.inference_length),
             )
         log(f"{name}: {costs[name].parameters:,} parameters")
-    return Measured(
-        findings=list(_findings(settings, costs)),
-        tables=[_table(costs)],
-    )
+    return Measured(findings=list(_findings(settings, costs)), tables=[_table(costs)])
 
 
 def _peak_bytes(config: FANformerConfig, length: int) -> int:

@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +21,6 @@ from megatron_fanformer.experiments.intervals import ratio_mean
 from megatron_fanformer.experiments.probe import LipschitzSettings
 from megatron_fanformer.experiments.result import Cell, Finding, Log, Measured, Table
 from megatron_fanformer.experiments.twins import FFN_RATIO, FANLayer
-from megatron_fanformer.pictures import drawn, set_logarithmic
 
 MODELS = ("MLP", "Transformer", "FANformer")
 PRINTED = {  # by the notebook, for its settings and seed 0
@@ -45,11 +43,7 @@ Constants = dict[tuple[str, str], list[float]]
 def measure(settings: LipschitzSettings, _folder: Path, log: Log) -> Measured:
     """Return the constants of the notebook's models."""
     by_seed = [constants(settings, seed, log) for seed in range(settings.seeds)]
-    return Measured(
-        findings=list(_findings(settings, by_seed)),
-        tables=[_table(settings, by_seed[0])],
-        pictures={"lipschitz.png": drawn(lambda panels: _draw(panels[0, 0], settings, by_seed[0]))},
-    )
+    return Measured(findings=list(_findings(settings, by_seed)), tables=[_table(settings, by_seed[0])])
 
 
 # -- the notebook's models
@@ -177,12 +171,3 @@ def _table(settings: LipschitzSettings, measured: Constants) -> Table:
             printed = PRINTED[depth][place] if depth in PRINTED else None
             rows.append([depth, model, printed, *(measured[model, dtype][number] for dtype in DTYPES)])
     return Table(title="Constants of seed 0", columns=["layers", "model", "the notebook's own", *DTYPES], rows=rows)
-
-
-def _draw(axes: Any, settings: LipschitzSettings, measured: Constants) -> None:
-    for (model, dtype), values in measured.items():
-        style = "--" if dtype == "float64" else "-"
-        axes.plot(settings.depths, values, marker=".", label=f"{model}, {dtype}", linestyle=style)
-    axes.set(xlabel="layers", title="Lipschitz constant, random weights")
-    set_logarithmic(axes.yaxis)
-    axes.legend()
