@@ -21,15 +21,7 @@ from megatron_fanformer.checkpoint.manifest import versions
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import CorruptError, FanformerError
 
-_DAMAGE: tuple[type[BaseException], ...] = (
-    RuntimeError,
-    ValueError,
-    LookupError,
-    EOFError,
-    AttributeError,
-    TypeError,
-    zipfile.BadZipFile,
-)
+_DAMAGE = (RuntimeError, ValueError, LookupError, EOFError, AttributeError, TypeError, zipfile.BadZipFile)
 TRUSTED = "use a checkpoint from a trusted source"
 EARLIER = "use an earlier checkpoint"
 PICKLE = "data.pkl"  # in an archive, beside the bytes of its tensors
@@ -89,18 +81,12 @@ def read_part(path: Path, offset: int, length: int) -> io.BytesIO:
 
 @contextmanager
 def reporting_damage(
-    source: Path | str,
-    *,
-    trusted: str = TRUSTED,
-    whole: str = EARLIER,
-    also: tuple[type[BaseException], ...] = (),
+    source: Path | str, *, trusted: str = TRUSTED, whole: str = EARLIER, also: tuple[type[BaseException], ...] = ()
 ) -> Iterator[None]:
     """Turn the exceptions of damaged files, and of those with more than data, into a CorruptError.
 
     Args:
-        source: the file or folder that is read.
-        trusted: the remedy where it holds more than data.
-        whole: the remedy where it is damaged.
+        trusted, whole: the remedies where `source` holds more than data, and where it is damaged.
         also: further exceptions that damage raises.
     """
     try:

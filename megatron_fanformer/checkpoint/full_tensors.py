@@ -71,11 +71,7 @@ def meta_of(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 
 
 class StoredTensors:
-    """The tensors that a checkpoint's table describes, read one by one: whole, or one of a stack.
-
-    Args:
-        table: from `read_table`.
-    """
+    """The tensors that a checkpoint's table describes, read one by one: whole, or one of a stack."""
 
     def __init__(self, checkpoint: Path, table: Table) -> None:
         self.described = tensors_of(table)

@@ -171,12 +171,15 @@ def load(
     for stored in tensors_of(table).values():  # megatron-core passes them all to `torch.empty`
         for name in vars(stored.properties).keys() - _PROPERTIES:  # torch 2.15 adds a tensor's strides
             delattr(stored.properties, name)  # the class has its default
-    with reporting_damage(folder, also=(CheckpointingException,)), _raising_cause(), _reading_data_alone(table):
+    with reporting_damage(folder, also=(CheckpointingException,)), _reading_data_alone(table):
         wanted = _with_contiguous_data(sharded_state)
         common = {"common_strategy": _common_strategy(table)} if _HAS_COMMON_STRATEGY else {}
-        return dist_checkpointing.load(
-            wanted, str(folder), sharded_strategy=strategy, strict="raise_unexpected", **common
-        )
+        try:
+            return dist_checkpointing.load(
+                wanted, str(folder), sharded_strategy=strategy, strict="raise_unexpected", **common
+            )
+        except CheckpointException as error:  # which every rank raises when one fails: its cause is raised
+            raise next(cause for cause, _ in error.failures.values()) from None
 
 
 def _common_strategy(table: Table) -> Any:
@@ -233,12 +236,3 @@ def _reading_data_alone(table: Table) -> Iterator[None]:
     finally:
         FileSystemReader.read_metadata = read_metadata  # type: ignore[method-assign]
         torch.load = load_archive
-
-
-@contextmanager
-def _raising_cause() -> Iterator[None]:
-    """Replace torch's CheckpointException, which every rank raises when one fails, by its cause."""
-    try:
-        yield
-    except CheckpointException as error:
-        raise next(cause for cause, _ in error.failures.values()) from None

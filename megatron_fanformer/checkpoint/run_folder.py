@@ -52,7 +52,6 @@ VALIDATION_LOSS = "validation_loss"  # in the metrics: validation_loss/SET
 TOKENIZERS = (TOKENIZER_MODEL, TOKENIZER_JSON)
 MEGATRON_METADATA = "metadata.json"  # written last by megatron-core
 _CHECKPOINT_NAME = re.compile(r"step-(\d{8,20})")
-POINTER_BYTES = 100  # of `latest`, more than any name has
 _POINT = "write the name of a complete checkpoint into it"
 
 logger = logging.getLogger(__name__)
@@ -68,8 +67,6 @@ class CheckpointConfig:
     """Number of the newest checkpoints to keep; null: all."""
     async_save: bool = False
     """Continue training during a save."""
-    fully_parallel_save: bool = True
-    """Each replica writes and reads a part of a checkpoint."""
     load: str | None = None
     """A run's folder, a checkpoint, or its URL: a new run starts from its weights (step 0, fresh optimizer)."""
     mirror: str | None = None
@@ -247,7 +244,7 @@ def checkpoints_to_resume(run: Path) -> list[Path]:
 def _named_by(pointer: Path) -> Path:
     """Return the checkpoint that `latest` names."""
     try:
-        name = regular_file(pointer, most_bytes=POINTER_BYTES).read_text("utf-8").strip()
+        name = regular_file(pointer).read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = f"cannot be read ({error})" if os.path.lexists(pointer) else "is missing"
         raise CorruptError(f"{pointer} {reason}; {_POINT}") from None

@@ -54,7 +54,6 @@ class CheckpointSaver:
         run: the run's folder.
         keep: how many checkpoints to keep; None for all.
         async_save: return from `save` when the state is captured, before it is written.
-        fully_parallel: each replica writes a part, instead of the first one writing all.
         in_use: returns the names of old checkpoints that must not be removed yet.
     """
 
@@ -65,12 +64,11 @@ class CheckpointSaver:
         *,
         keep: int | None,
         async_save: bool = False,
-        fully_parallel: bool = True,
         in_use: Callable[[], Collection[str]] = tuple,
     ) -> None:
         self._checkpoints = run / run_folder.CHECKPOINTS
         self._grid, self._keep, self._async_save, self._in_use = grid, keep, async_save, in_use
-        self._strategy = megatron_versions.save_strategy(grid.groups.dp_cp if fully_parallel else None)
+        self._strategy = megatron_versions.save_strategy(grid.groups.dp_cp)
         self._calls = AsyncCallsQueue(persistent=False)  # a persistent one's writer needs CUDA
         self._unpublished: _Unpublished | None = None
         self._is_validated = False

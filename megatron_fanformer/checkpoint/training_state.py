@@ -55,32 +55,29 @@ def load_training_state(
     optimizer: Any,
     grid: RankGrid,
     resumed_entries: Collection[str],
-    fully_parallel: bool = True,
 ) -> dict[str, Any]:
     """Load weights and optimizer in place; return the saved progress.
 
     Args:
         stages: this rank's pipeline stage, as its chunks.
         resumed_entries: entries of the optimizer's parameter groups to load; the others stay this run's.
-        fully_parallel: each replica reads a part and sends it to the others.
 
     Raises:
         CorruptError: the checkpoint is damaged, or holds more than data.
     """
-    group = grid.groups.dp_cp if fully_parallel else None
     table = _read_checked(checkpoint, grid)
     stored = tensors_of(table)
     weights = model_state(stages, grid)
     # Looked up by the weights while these are still the parameters themselves: loading detaches them.
     tensors = requested_tensors(optimizer, weights, stored)
     requested = {**requested_weights(weights, stored), **scales_to_load(stages, grid, table)}
-    loaded = megatron_versions.load(requested, checkpoint, table, group)
+    loaded = megatron_versions.load(requested, checkpoint, table, grid.groups.dp_cp)
     with reporting_damage(checkpoint):
         _set_weights(stages, loaded)
         set_scales(stages, grid, loaded)
     # Separately from the weights, some of which it may need in float32: one load returns a name in one type.
     local = {number: shard.data for number, shard in tensors.items()}
-    loaded_optimizer = megatron_versions.load({"optimizer_tensors": tensors}, checkpoint, table, group)
+    loaded_optimizer = megatron_versions.load({"optimizer_tensors": tensors}, checkpoint, table, grid.groups.dp_cp)
     with reporting_damage(checkpoint):
         set_tensors(local, loaded_optimizer["optimizer_tensors"])
         set_groups(optimizer, loaded_optimizer["optimizer"]["param_groups"], resumed_entries)

@@ -66,8 +66,6 @@ sft = data.format: sft, on what prepare --chat has written
 dataloader_inter_document_masking = data.reset_attention_mask: by the end-of-text id
 tokenizer_model = data.tokenizer
 save = training.run_dir: for metrics too
-ckpt_fully_parallel_save = checkpoint.fully_parallel_save: for reading too
-no_ckpt_fully_parallel_save = checkpoint.fully_parallel_save: false
 tensorboard_dir = logging.tensorboard: true; in the run's folder
 """)
 """Arguments of other names, whose values `config --from-megatron` writes."""

@@ -60,6 +60,7 @@ MOVED_FIELDS = {
     "logging.straggler_interval": "",
     "logging.wandb_mode": "",
     "training.max_restarts": "",
+    "checkpoint.fully_parallel_save": "",
     "evaluation.perplexity.batches": "",
     "evaluation.perplexity.chunking": "",
     "evaluation.perplexity.eod_id": "",

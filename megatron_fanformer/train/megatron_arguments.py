@@ -72,7 +72,6 @@ SET: dict[str, Any] = {
     "check_for_large_grads": True,
     "sft": "sft",
     "dataloader_inter_document_masking": True,
-    "no_ckpt_fully_parallel_save": False,
     "tensorboard_dir": True,
 }
 """The value that an argument sets by being given."""

@@ -57,7 +57,6 @@ class Checkpointer:
             self._grid,
             keep=self._config.checkpoint.keep,
             async_save=self._config.checkpoint.async_save,
-            fully_parallel=self._config.checkpoint.fully_parallel_save,
             in_use=lambda: self._mirror.in_use,
         )
 

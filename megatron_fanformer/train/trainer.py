@@ -399,7 +399,6 @@ class Trainer:
                 optimizer=self._optimizer,
                 grid=self.grid,
                 resumed_entries=self.config.optimizer.rule.resumed_entries,
-                fully_parallel=self.config.checkpoint.fully_parallel_save,
             )
         self.step, self.consumed_samples = progress["step"], progress["consumed_samples"]
         self._bad_steps.set_medians(progress.get("medians", {}))
