@@ -15,7 +15,7 @@ import pytest
 
 from megatron_fanformer import stores
 from megatron_fanformer.checkpoint import remote, run_folder
-from megatron_fanformer.checkpoint.manifest import MANIFEST, FileSums, read_manifest
+from megatron_fanformer.checkpoint.manifest import MANIFEST, read_manifest
 from megatron_fanformer.checkpoint.remote import Mirror, RemoteRun, fetch_checkpoint, fetch_newer
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError, redacted
 from tests.checkpoint.stores import WEIGHTS, FailingFiles, needs_server, s3_server, save, step_names, there, verified
@@ -142,14 +142,6 @@ def test_the_end_of_a_run_does_not_wait_for_a_store_that_never_answers(
 Change = Callable[[Path], None]
 
 
-def rewritten(checkpoint: Path, change: Callable[[dict[str, FileSums]], None]) -> None:
-    """Change the files of the manifest."""
-    manifest = read_manifest(checkpoint)
-    files = dict(manifest.files)
-    change(files)
-    (checkpoint / MANIFEST).write_bytes(msgspec.json.encode({"step": manifest.step, "files": files}))
-
-
 def named_also(name: str) -> Change:
     """The weights under another name, too, with a copy of them where the store resolves it."""
 
@@ -159,7 +151,9 @@ def named_also(name: str) -> Change:
             copy = Path(f"{checkpoint}/{full_name}").resolve()
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(checkpoint / WEIGHTS, copy)
-        rewritten(checkpoint, lambda files: files.update({full_name: files[WEIGHTS]}))
+        manifest = read_manifest(checkpoint)
+        files = {**manifest.files, full_name: manifest.files[WEIGHTS]}
+        (checkpoint / MANIFEST).write_bytes(msgspec.json.encode({"step": manifest.step, "files": files}))
 
     return change
 
