@@ -21,7 +21,15 @@ from megatron_fanformer.checkpoint.manifest import versions
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import CorruptError, FanformerError
 
-_DAMAGE = (RuntimeError, ValueError, LookupError, EOFError, AttributeError, TypeError, zipfile.BadZipFile)
+_DAMAGE: tuple[type[BaseException], ...] = (
+    RuntimeError,
+    ValueError,
+    LookupError,
+    EOFError,
+    AttributeError,
+    TypeError,
+    zipfile.BadZipFile,
+)
 TRUSTED = "use a checkpoint from a trusted source"
 EARLIER = "use an earlier checkpoint"
 PICKLE = "data.pkl"  # in an archive, beside the bytes of its tensors
