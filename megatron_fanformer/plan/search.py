@@ -23,7 +23,6 @@ from megatron_fanformer.model.layout_rules import divisors
 from megatron_fanformer.model.layouts import Layout, laid_over, layout_fields, layout_text
 from megatron_fanformer.plan.estimate import Estimate, estimate, job_of, problems, problems_of_layout
 from megatron_fanformer.plan.gradient_buffers import BUCKET_PER_REPLICA, LEAST_BUCKET, first_stage_weights
-from megatron_fanformer.plan.job import head_flops_per_token, layer_flops_per_token
 from megatron_fanformer.plan.machines import Machine
 from megatron_fanformer.plan.step_time import step_time
 from megatron_fanformer.runtime.layout import ParallelConfig, RecomputeModule
@@ -104,8 +103,7 @@ def all_layouts(config: RunConfig, gpus: int) -> Iterator[list[RunConfig]]:
     layout, by rising micro batch.
 
     Only one of two spellings of a layout is yielded: sequence parallelism and the `sequence` form where there are
-    tensor parallel ranks, chunks where there are stages whose layers they divide. Stages have equally many layers, or
-    take equally long (`balanced_layouts`).
+    tensor parallel ranks, chunks where there are stages whose layers they divide. Stages have equally many layers.
     """
     # Attention within documents has one exchange alone.
     exchange = "a2a" if config.data.reset_attention_mask else config.parallel.cp_comm_type
@@ -123,17 +121,18 @@ def all_layouts(config: RunConfig, gpus: int) -> Iterator[list[RunConfig]]:
             dataclasses.replace(config.training, micro_batch_size=size)
             for size in ([1] if rest or not samples else divisors(samples))
         ]
-        for stages, form in itertools.product(_stages(config.model, pipeline), _fan_forms(config.model, tensor)):
+        for chunks, form in itertools.product(_chunks(config.model, pipeline), _fan_forms(config.model, tensor)):
             parallel = dataclasses.replace(
                 config.parallel,
                 tensor_model_parallel_size=tensor,
                 context_parallel_size=context,
                 cp_comm_type=exchange if context > 1 else None,
                 pipeline_model_parallel_size=pipeline,
+                virtual_pipeline_model_parallel_size=chunks,
+                pipeline_model_parallel_layout=None,
                 num_layers_in_first_pipeline_stage=None,
                 num_layers_in_last_pipeline_stage=None,
                 data_parallel_size=replicas,
-                **stages,
                 **form,
                 **NOT_RECOMPUTED,
             )
@@ -141,15 +140,9 @@ def all_layouts(config: RunConfig, gpus: int) -> Iterator[list[RunConfig]]:
             yield [dataclasses.replace(config, parallel=parallel, training=training) for training in micro_batches]
 
 
-def _stages(model: FANformerConfig, pipeline: int) -> list[dict[str, Any]]:
-    """Return the ways to share out the layers: evenly, where they divide, in every number of chunks; and by time."""
+def _chunks(model: FANformerConfig, pipeline: int) -> list[int | None]:
     layers, rest = divmod(model.num_layers, pipeline)
-    even = [number if number > 1 else None for number in (divisors(layers) if pipeline > 1 and not rest else [1])]
-    shares: list[tuple[int | None, str | None]] = [(chunks, None) for chunks in even]
-    if pipeline > 1:
-        shares += [(None, text) for text in balanced_layouts(model, pipeline)]
-    names = ("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout")
-    return [dict(zip(names, share, strict=True)) for share in shares]
+    return [None] if pipeline == 1 or rest else [number if number > 1 else None for number in divisors(layers)]
 
 
 def _bucket_size(config: RunConfig, parallel: ParallelConfig) -> int | None:
@@ -195,30 +188,6 @@ def recomputations(config: RunConfig) -> list[RunConfig]:
         {"recompute_granularity": "full", **LAYER_BY_LAYER},
     ]
     return [dataclasses.replace(config, parallel=dataclasses.replace(parallel, **chosen)) for chosen in choices]
-
-
-def balanced_layouts(model: FANformerConfig, stages: int) -> Iterator[str]:
-    """Yield a `pipeline_model_parallel_layout` for each number of chunks that divides the most layers of a stage.
-
-    Layers and the loss head, which counts as layers by its FLOPs, are shared out evenly. Where that leaves chunks with
-    one layer less, the first is one of them: it has the embedding. Even layouts are left out.
-    """
-    head = round(head_flops_per_token(model) / layer_flops_per_token(model))
-    units = model.num_layers + head
-    for chunks in divisors(-(-units // stages)):
-        least, more = divmod(units, stages * chunks)
-        layers = [least + (1 <= place <= more) for place in range(stages * chunks)]
-        layers[-1] -= head
-        if layers[-1] >= 0 and all(layers[1:-1]) and len(set(layers)) > 1:
-            yield _layout_of_chunks(layers)
-
-
-def _layout_of_chunks(layers: list[int]) -> str:
-    """Return the shortest text of chunks with so many layers, equal neighbors as a repeated group."""
-    chunks = ["t" * number if number < 4 else f"t*{number}" for number in layers]
-    middle = [(chunk, len(list(alike))) for chunk, alike in itertools.groupby(chunks[1:-1])]
-    groups = [f"({chunk}|)*{number}" if number > 1 else f"{chunk}|" for chunk, number in middle]
-    return f"E{chunks[0]}|{''.join(groups)}{chunks[-1]}L"
 
 
 # -- the fastest

@@ -31,11 +31,11 @@ class StepTime:
 
     seconds: float
     relative_error: float
-    """Relative error of `seconds`, as the machine states it."""
+    """Of `seconds`, as the machine states it."""
     parts: dict[str, float]
     """Seconds by purpose, which sum to `seconds`."""
     tokens_per_second: float
-    """Tokens per second of all ranks together."""
+    """Of all ranks together."""
     model_flops_utilization: float
     """Model FLOP/s, as a share of the data sheet's matrix rate in the weights' format."""
 
