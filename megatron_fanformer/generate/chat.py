@@ -22,8 +22,7 @@ from megatron_fanformer.generate.models import TrainedModel, find_model_and_toke
 from megatron_fanformer.generate.verb import ChatConfig
 from megatron_fanformer.runtime.device import return_freed_memory
 
-FREE_SHARE = 4
-"""One part in so many of the context is kept free for an answer of unstated length."""
+FREE_SHARE = 4  # one part in so many of the context is kept free for an answer of unstated length
 RESET, QUIT = "/reset", "/quit"
 HINT = f"{RESET} begins anew; {QUIT} or Ctrl-D ends; Ctrl-C ends an answer, twice the program"
 

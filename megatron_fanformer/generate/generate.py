@@ -26,11 +26,8 @@ from megatron_fanformer.runtime.device import return_freed_memory
 from megatron_fanformer.runtime.seeding import generator_for
 
 EndedBy = Literal["end_of_text", "stop", "length"]
-CONTEXT_TOKENS = 8
-"""Last tokens of the prompt that are decoded with the new ones: a tokenizer may decode a text's first token
-otherwise."""
-CUT_OFF = "\N{REPLACEMENT CHARACTER}"
-"""A decoder returns it for a character with missing bytes."""
+CONTEXT_TOKENS = 8  # of the prompt, decoded with the new ones: a tokenizer may decode a text's first token otherwise
+CUT_OFF = "\N{REPLACEMENT CHARACTER}"  # a decoder returns it for a character with missing bytes
 
 
 def token_probabilities(logits_v: Tensor, config: SamplingConfig) -> Tensor:

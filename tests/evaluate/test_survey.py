@@ -80,8 +80,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, small_tokenizer_file: Pat
             output=str(folder / "tokens"),
             tokenizer=str(small_tokenizer_file),
             workers=1,
-        ),
-        lambda _: None,
+        )
     )
     return folder / "tokens"
 
