@@ -40,12 +40,7 @@ LAYOUT = {
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Tensors by name, each read or computed on request, and not kept.
-
-    Args:
-        meta: each tensor's shape and type, on the meta device.
-        load: returns the tensor of a name.
-    """
+    """Tensors by name, each loaded on request, and not kept; `meta` has their shapes and types, on the meta device."""
 
     def __init__(self, meta: Mapping[str, Tensor], load: Callable[[str], Tensor]) -> None:
         self.meta, self._load = meta, load

@@ -101,14 +101,9 @@ def manifest_from(content: bytes, path: Path) -> Manifest:
 def check_files(
     checkpoint: Path, manifest: Manifest, names: Container[str] | None = None, *, share: int = 0, shares: int = 1
 ) -> None:
-    """Compare the files of a checkpoint with its manifest.
+    """Compare the files of these names (None: all) with the manifest, or one of so many shares of them.
 
-    Args:
-        names: of the files; None: all.
-        share, shares: check one of this many shares of the files.
-
-    Raises:
-        CorruptError: a file is missing, has another size, or has changed; names it.
+    CorruptError names a file that is missing, has another size, or has changed.
     """
     files = [(checkpoint / name, file) for name, file in manifest.files.items() if names is None or name in names]
     with ThreadPoolExecutor(THREADS) as threads:

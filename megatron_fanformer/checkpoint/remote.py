@@ -123,7 +123,6 @@ class RemoteRun:
         raise damage or AssertionError("names is empty")
 
     def _get(self, name: str, content: bytes, folder: Path) -> None:
-        """Copy a checkpoint's files into an empty folder, and verify them."""
         remote = f"{self._checkpoints}/{name}"
         try:
             manifest = manifest_from(content, folder / MANIFEST)
@@ -191,7 +190,6 @@ class Mirror:
             )
 
     def _copy_all(self, url: str) -> None:
-        """Copy checkpoints one after another until none waits, in the thread."""
         while (checkpoint := self._copying) is not None:
             self._copy(url, checkpoint)
             with self._lock:

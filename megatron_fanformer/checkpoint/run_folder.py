@@ -122,12 +122,7 @@ def publish_checkpoint(
 ) -> Path:
     """Rename a complete checkpoint to its final name, point `latest` to it, and remove all but the `keep` newest.
 
-    Args:
-        attachments: small files to put into it, by name.
-        in_use: names of old ones to keep for now.
-
-    Raises:
-        OSError: it could not be published.
+    `attachments` are small files to put into it, `in_use` the names of old ones to keep for now.
     """
     for name, content in (attachments or {}).items():
         (temporary / name).write_bytes(content)
@@ -156,7 +151,7 @@ def _remove(checkpoint: Path) -> None:
 
 
 def _hidden(checkpoints: Path, name: str) -> Path:
-    """Return a unique hidden path; the next save removes leftovers there."""
+    # unique; the next save removes leftovers there
     return checkpoints / f".{name}.{uuid.uuid4().hex}.tmp"
 
 
@@ -242,7 +237,6 @@ def checkpoints_to_resume(run: Path) -> list[Path]:
 
 
 def _named_by(pointer: Path) -> Path:
-    """Return the checkpoint that `latest` names."""
     try:
         name = regular_file(pointer).read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:

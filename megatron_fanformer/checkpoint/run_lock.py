@@ -31,8 +31,7 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "an unknown host"
     pid: int = 0
     since: str = "an unknown time"
-    place: str = ""
-    """The machine, boot and process namespace in which `pid` is valid."""
+    place: str = ""  # the machine, boot and process namespace in which `pid` is valid
 
 
 @contextmanager

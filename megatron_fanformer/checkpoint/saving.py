@@ -39,8 +39,6 @@ Result = TypeVar("Result")
 
 
 class _Unpublished(NamedTuple):
-    """A checkpoint that is being written."""
-
     step: int
     folder: Path
     config: dict[str, Any]
@@ -48,11 +46,9 @@ class _Unpublished(NamedTuple):
 
 
 class CheckpointSaver:
-    """Saves a run's checkpoints. Every rank makes one, and makes the same calls in the same order.
+    """Saves a run's checkpoints, and keeps so many. Every rank makes the same calls in the same order.
 
     Args:
-        run: the run's folder.
-        keep: how many checkpoints to keep; None for all.
         async_save: return from `save` when the state is captured, before it is written.
         in_use: returns the names of old checkpoints that must not be removed yet.
     """
@@ -93,8 +89,8 @@ class CheckpointSaver:
             attachments: small files (a tokenizer, a chat template) to put into the checkpoint, by name.
 
         Raises:
-            DivergenceError: a tensor is not finite; nothing is written.
-            FanformerError: the checkpoint could not be written; nothing is published, and nothing of it is left.
+            DivergenceError: a tensor is not finite.
+            FanformerError: the checkpoint could not be written; nothing of it is left.
         """
         assert self._unpublished is None, "finish_due(blocking=True) comes before the next save"
         state = training_state(stages, optimizer, progress, self._grid)

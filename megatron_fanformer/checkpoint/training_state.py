@@ -58,12 +58,7 @@ def load_training_state(
 ) -> dict[str, Any]:
     """Load weights and optimizer in place; return the saved progress.
 
-    Args:
-        stages: this rank's pipeline stage, as its chunks.
-        resumed_entries: entries of the optimizer's parameter groups to load; the others stay this run's.
-
-    Raises:
-        CorruptError: the checkpoint is damaged, or holds more than data.
+    Of the optimizer's parameter groups the `resumed_entries` are loaded; the others stay this run's.
     """
     table = _read_checked(checkpoint, grid)
     stored = tensors_of(table)
