@@ -263,6 +263,3 @@ def test_the_conversion_script_is_the_verb(tmp_path: Path, capsys: pytest.Captur
     wrote, verified = capsys.readouterr().out.splitlines()
     assert wrote == f"wrote {tmp_path / 'out'}" and verified.startswith("verified: ")
     assert (tmp_path / "out" / "checkpoints" / "latest").is_file()
-
-
-# -- documents

@@ -158,35 +158,21 @@ def _is_missing(error: Exception) -> bool:
 
 # -- files that were looked up
 
-_remembered: dict[tuple[str, Any], Any] = {}
-
 
 def forget() -> None:
     """Look all files up anew from now on."""
-    _remembered.clear()
-    _driver.cache_clear()
-
-
-def _remember(kind: str, keys: Iterable[Any], function: Callable[[list[Any]], list[Any]]) -> list[Any]:
-    """Return the results of a function for some keys, those of former calls until `forget`."""
-    keys = list(keys)
-    unknown = [key for key in dict.fromkeys(keys) if (kind, key) not in _remembered]
-    _remembered.update(zip(((kind, key) for key in unknown), function(unknown), strict=True))
-    return [_remembered[kind, key] for key in keys]
+    for remembered in (_driver, _stated_file, _listing, _content):
+        remembered.cache_clear()
 
 
 def look_up(urls: Iterable[str]) -> list[RemoteFile | None]:
     """Return files, looked up at once; None where there is none. They are remembered in this process until `forget`."""
-    return _remember("file", urls, _looked_up)
-
-
-def _looked_up(urls: Sequence[str]) -> list[RemoteFile | None]:
-    for url in urls:
-        _driver_of(url).invalidate_cache()  # of listings that a driver would answer from
     return side_by_side(_stated_file, urls)
 
 
+@functools.cache
 def _stated_file(url: str) -> RemoteFile | None:
+    _driver_of(url).invalidate_cache()  # of listings that a driver would answer from
     info = _request(url, "info")
     if info is None or info.get("type") == "directory":
         return None
@@ -204,20 +190,21 @@ def find(url: str) -> RemoteFile | None:
 
 def refuse_changed(files: Sequence[RemoteFile]) -> None:
     """Raise CorruptError for a file that has changed since it was looked up."""
-    for file, now in zip(files, _looked_up([file.url for file in files]), strict=True):
+    for file, now in zip(files, side_by_side(_stated_file.__wrapped__, [file.url for file in files]), strict=True):
         if now != file:
             raise CorruptError(f"{file.path} is another file than when the run began; put it back and resume")
 
 
 def listed(url: str, suffix: str | tuple[str, ...]) -> list[str]:
     """Return the sorted URLs of a folder (a URL that ends in /) or of a glob pattern, whose names end in `suffix`."""
+    return [file for file in _listing(url) if file.endswith(suffix)]
 
-    def list_all(urls: list[str]) -> list[list[str]]:
-        names = [_request(url, "ls" if url.endswith("/") else "glob", detail=False) or [] for url in urls]
-        return [sorted(map(_driver_of(url).unstrip_protocol, those)) for url, those in zip(urls, names, strict=True)]
 
-    _driver_of(url).invalidate_cache()
-    return [file for file in _remember("list", [url], list_all)[0] if file.endswith(suffix)]
+@functools.cache
+def _listing(url: str) -> list[str]:
+    files = _driver_of(url)
+    files.invalidate_cache()
+    return sorted(map(files.unstrip_protocol, _request(url, "ls" if url.endswith("/") else "glob", detail=False) or []))
 
 
 def optional_contents(urls: Iterable[str]) -> list[bytes | None]:
@@ -225,12 +212,13 @@ def optional_contents(urls: Iterable[str]) -> list[bytes | None]:
 
     A store that gives no right to list answers for a file that is not there that there is no right: it counts as none.
     """
+    return side_by_side(_content, urls)
 
-    def read(url: str) -> bytes | None:
-        content: bytes | None = _request(url, "cat_file", refused_is_missing=True)
-        return content
 
-    return _remember("content", urls, functools.partial(side_by_side, read))
+@functools.cache
+def _content(url: str) -> bytes | None:
+    content: bytes | None = _request(url, "cat_file", refused_is_missing=True)
+    return content
 
 
 # -- whole files

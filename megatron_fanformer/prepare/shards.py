@@ -175,21 +175,13 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def difference_of(ours: Assignment | Manifest, theirs: Assignment | Manifest) -> str | None:
-    """Describe the first setting that differs, or the tokenizer's content; None if nothing does."""
-    if (ours.settings.chat is None) != (theirs.settings.chat is None):
-        return "conversations and not documents" if ours.settings.chat is None else "documents and not conversations"
+    """Name the first setting that differs, the tokenizer's content and end of text among them; None if nothing does."""
     mine, other = (
-        asdict(one.settings)
-        | (asdict(one.settings.chat) if one.settings.chat else {})
-        | {"eod_id": one.tokenizer.eod_id}
+        asdict(one.settings) | {"tokenizer": one.tokenizer.sha256, "eod_id": one.tokenizer.eod_id}
         for one in (ours, theirs)
     )
-    name = next((name for name in mine if name != "chat" and mine[name] != other[name]), None)
-    if name == "template":  # too long to be shown
-        return "another chat template"
-    if ours.tokenizer.sha256 != theirs.tokenizer.sha256 and name in (None, "eod_id"):
-        return f"another tokenizer ({theirs.tokenizer.path})"
-    return name and f"{name} {other[name]!r} and not {mine[name]!r}"
+    name = next((name for name in mine if mine[name] != other[name]), None)
+    return name and f"other settings ({name})"
 
 
 class WorkFolder:

@@ -157,7 +157,7 @@ def test_what_is_not_whole_is_named_and_not_merged(
     prepare_shard(config(), Shard(2, 3))
     with work_folder(f"{out}/x.shard-0-of-3"), pytest.raises(InUseError, match="shard-0-of-3 is being written"):
         prepare(merge)
-    with pytest.raises(InputError, match=r"shard-0-of-3.parts was prepared with text_field 'text' and not 'content'"):
+    with pytest.raises(InputError, match=r"shard-0-of-3.parts was prepared with other settings \(text_field\)"):
         prepare(config(merge=3, text_field="content"))
     (documents / "9.jsonl").write_bytes(as_line("one more"))
     with pytest.raises(InputError, match=r"shard-0-of-3.parts was prepared with other inputs"):
