@@ -344,8 +344,10 @@ def return_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def prepare_libraries(shape: environment.RunShape = environment.ANY_SHAPE) -> list[environment.Applied]:
-    """Set all that libraries read when they are imported; every process that computes begins with it.
+def prepare_libraries(shape: environment.RunShape = environment.ANY_SHAPE) -> list[str]:
+    """Set all that libraries read when they are imported, and return the user's own values that differ.
+
+    Every process that computes begins with it.
 
     Raises:
         InputError: the environment has a value that would make the run wrong.

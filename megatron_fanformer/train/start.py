@@ -10,7 +10,6 @@ from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.errors import DivergenceError, InputError, Interrupted
 from megatron_fanformer.model.layouts import layout_text
 from megatron_fanformer.runtime import device as devices
-from megatron_fanformer.runtime import environment
 from megatron_fanformer.runtime.launch import launch_ranks, read_payload, refuse_ranks_without_gpu
 from megatron_fanformer.train.config import RunConfig, load_config, print_on_stderr
 from megatron_fanformer.train.preflight import RunStart, find_start
@@ -80,9 +79,9 @@ def _log_start(config: RunConfig, ranks: int, place: str = "") -> None:
 
 def _prepare_libraries(config: RunConfig, ranks: int, *, threads: int | None = None) -> None:
     """Set the environment of libraries, before torch is imported; log the values that the user has set."""
-    settings = devices.prepare_libraries(config.run_shape(ranks, threads=threads))
-    if (line := environment.kept_line(settings)) and not devices.launched_here():
-        logger.info("%s", line)
+    kept = devices.prepare_libraries(config.run_shape(ranks, threads=threads))
+    if kept and not devices.launched_here():
+        logger.info("kept from the environment: %s", ", ".join(kept))
 
 
 def run_rank(file: Path, overrides: Sequence[str], address: devices.RankAddress) -> None:

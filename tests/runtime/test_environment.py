@@ -67,11 +67,11 @@ def test_the_users_own_wins_and_is_reported_where_it_differs() -> None:
     env = {CONNECTIONS: "8", "TORCH_NCCL_HIGH_PRIORITY": "1", "OMP_NUM_THREADS": "3"}
     found = environment.prepare(shape(replicas=2, threads=4), env)
     assert (env[CONNECTIONS], env["OMP_NUM_THREADS"]) == ("8", "3")
-    assert environment.kept_line(found) == (f"kept from the environment: {CONNECTIONS} 8 (this run would set 32)")
-    assert environment.kept_line(environment.prepare(shape(replicas=2), {})) is None
+    assert found == [f"{CONNECTIONS} 8 (this run would set 32)"]
+    assert environment.prepare(shape(replicas=2), {}) == []
     env = {ALLOCATOR_OLD: "max_split_size_mb:512"}
-    line = environment.kept_line(environment.prepare(shape(), env))
-    assert ALLOCATOR not in env and str(line).startswith(f"kept from the environment: {ALLOCATOR_OLD} max_split_size")
+    (line,) = environment.prepare(shape(), env)
+    assert ALLOCATOR not in env and line.startswith(f"{ALLOCATOR_OLD} max_split_size")
 
 
 def test_what_one_run_sets_is_no_users_value_for_the_next() -> None:
@@ -80,13 +80,13 @@ def test_what_one_run_sets_is_no_users_value_for_the_next() -> None:
     environment.prepare(env=env)
     environment.prepare(shape(replicas=8), env)
     assert (env[CONNECTIONS], env[MARGINS[0]]) == ("32", "20")
-    assert environment.kept_line(environment.prepare(shape(), env)) is None
+    assert environment.prepare(shape(), env) == []
     assert env[CONNECTIONS] == "1" and MARGINS[0] not in env
 
 
 def test_a_value_that_contradicts_the_run_is_refused_and_nothing_is_set() -> None:
     env = {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
-    with pytest.raises(InputError, match=r"CUBLAS_WORKSPACE_CONFIG is :16:8 .* this run needs :4096:8 .*; unset it"):
+    with pytest.raises(InputError, match=r"CUBLAS_WORKSPACE_CONFIG is :16:8 .* this run needs :4096:8; unset it"):
         environment.prepare(shape(deterministic=True), env)
     assert env == {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
 
