@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from megatron_fanformer.checkpoint import run_folder
-from megatron_fanformer.data.blends import parse_blend
 from megatron_fanformer.data.chats import MASK_SUFFIX, is_row_folder
 from megatron_fanformer.errors import CorruptError, InputError
 
-Kind = Literal["token files", "blend", "folder of token files", "run", "checkpoint", "hf", "reference", "megatron-lm"]
+Kind = Literal["token files", "folder of token files", "run", "checkpoint", "hf", "reference", "megatron-lm"]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 OURS: tuple[Kind, ...] = ("run", "checkpoint")
@@ -28,7 +27,6 @@ RUNNABLE: tuple[Kind, ...] = (*OURS, "hf")
 MODELS: tuple[Kind, ...] = (*RUNNABLE, "reference", "megatron-lm")
 DESCRIPTIONS: dict[Kind, str] = {
     "token files": "a prefix of token files (or one of them)",
-    "blend": "a blend file",
     "folder of token files": "a folder of token files",
     "run": "a run's folder",
     "checkpoint": f"one checkpoint of a run ({run_folder.CHECKPOINTS}/step-…)",
@@ -47,7 +45,6 @@ ITERATION, RELEASE = re.compile(r"[0-9]{1,9}"), "release"  # the tracker's conte
 TORCH_TABLE = ".metadata"  # as in checkpoint/stored_files.py, which imports torch
 OLD_MEGATRON_LM = "mp_rank_*"  # in a checkpoint of Megatron-LM's format before `torch_dist`
 REFERENCE_FIELD = "d_model"  # which the authors' configurations have, and no other
-LARGEST_BLEND = 1 << 26  # bytes; blends of 100,000 shards are smaller
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,7 @@ class Target:
 
 
 def recognise(path: str | Path, wanted: Sequence[Kind] = KINDS) -> Target:
-    """Recognise a prefix of token files or one of its files, a blend file, or a folder of a known kind.
+    """Recognise a prefix of token files or one of its files, or a folder of a known kind.
 
     Args:
         wanted: the accepted kinds.
@@ -77,7 +74,7 @@ def recognise(path: str | Path, wanted: Sequence[Kind] = KINDS) -> Target:
         CorruptError: its configuration, which alone shows the kind, cannot be read.
     """
     try:
-        target = _recognise(str(path), wanted)
+        target = _recognise(str(path))
     except InputError as error:
         hint = ""
         if "hf" in wanted and HUB_NAME.fullmatch(str(path)) and not Path(path).parent.is_dir():
@@ -136,41 +133,14 @@ def _choice(kinds: Sequence[Kind]) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
-def _recognise(path: str, wanted: Sequence[Kind]) -> Target:
-    if path.startswith("@"):  # as configurations name blend files
-        return _recognise_blend(Path(path[1:]))
+def _recognise(path: str) -> Target:
     place = Path(path)
     if place.is_dir():
         return _recognise_folder(place)
     prefix = prefix_of(path)
-    if _has_files(prefix):
+    if any(Path(prefix + ending).is_file() for ending in ENDINGS):
         return Target("token files", Path(prefix), (prefix,))
-    if not place.is_file():
-        raise InputError(f"{path} does not exist")
-    try:
-        return _recognise_blend(place)
-    except InputError:
-        if "blend" in wanted:
-            raise
-        raise InputError(f"{place} is a file, not a folder") from None  # all other kinds are folders
-
-
-def _has_files(prefix: str) -> bool:
-    return any(Path(prefix + ending).is_file() for ending in ENDINGS)
-
-
-def _recognise_blend(file: Path) -> Target:
-    """Recognise a text file that names token files, as `@FILE` in a configuration."""
-    if file.is_file() and file.stat().st_size > LARGEST_BLEND:  # weights, say
-        raise InputError(f"{file} is not a token file, and is too large for a blend file")
-    try:
-        blend = parse_blend([f"@{file}"])
-    except InputError as error:
-        raise InputError(f"{file} is neither a token file nor a blend file: {error}") from None
-    prefixes = tuple(prefix for source in blend.sources for prefix in source.prefixes)
-    if not all(map(_has_files, prefixes)):
-        raise InputError(f"{file} is not a token file, and as a blend file it names files that do not exist")
-    return Target("blend", file, prefixes)
+    raise InputError(f"{place} is a file, not a folder" if place.is_file() else f"{path} does not exist")
 
 
 def _recognise_folder(folder: Path) -> Target:

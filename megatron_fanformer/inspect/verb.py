@@ -84,7 +84,7 @@ def inspect_path(path: str, *, verify: bool = False) -> dict[str, Any]:
     ):
         target = Target("token files", Path(path), (re.sub(r"\.(npy|bin|idx)$", "", path),))
     else:
-        kinds = [kind for kind in KINDS if kind not in ("blend", "megatron-lm")]
+        kinds = [kind for kind in KINDS if kind != "megatron-lm"]
         target = recognise(on_this_machine(path), kinds)
     if target.is_data:
         from megatron_fanformer.inspect.dataset import check_data, describe_data

@@ -14,7 +14,7 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from megatron_fanformer.checkpoint.manifest import MANIFEST
+from megatron_fanformer.checkpoint.manifest import write_manifest
 from megatron_fanformer.cli import main
 from megatron_fanformer.convert.convert import convert_checkpoint
 from megatron_fanformer.convert.recognition import find_checkpoint
@@ -49,9 +49,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One checkpoint of ours."""
     folder = tmp_path_factory.mktemp("published")
     convert_checkpoint(write(folder / "reference", BASE), folder / "run", to="megatron", verified=False)
-    checkpoint = find_checkpoint(folder / "run")
-    (checkpoint / MANIFEST).unlink()  # as whoever changes a file on purpose would
-    return checkpoint
+    return find_checkpoint(folder / "run")
 
 
 @pytest.fixture
@@ -71,7 +69,10 @@ def refused(tmp_path: Path, marker: Path, capsys: pytest.CaptureFixture[str]) ->
     """What is said when a folder is refused; it must be exit code 3, and leave neither marker nor destination."""
 
     def convert(folder: Path) -> str:
-        to = "hf" if (folder / "metadata.json").exists() else "megatron"
+        to = "megatron"
+        if (folder / "metadata.json").exists():
+            to = "hf"
+            write_manifest(folder, 0)  # as whoever changes a file on purpose would
         assert main(["convert", str(folder), str(tmp_path / "out"), "--to", to]) == 3
         assert not marker.exists() and not (tmp_path / "out").exists()
         (line,) = capsys.readouterr().err.splitlines()

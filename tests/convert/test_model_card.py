@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from megatron_fanformer.checkpoint.full_tensors import write_full_tensors
+from megatron_fanformer.checkpoint.manifest import write_manifest
 from megatron_fanformer.checkpoint.stored_files import COMMON
 from megatron_fanformer.convert.convert import convert_checkpoint
 from megatron_fanformer.convert.model_card import Extras, model_card
@@ -20,8 +21,8 @@ def test_the_training_of_a_run_is_told_and_that_of_converted_weights_is_not(tmp_
     step = write_full_tensors(tmp_path / "run", tensors, {"model": dataclasses.asdict(MODEL)}, {})
     convert_checkpoint(tmp_path / "run", tmp_path / "without", to="hf", verified=False)
     assert "Its last run" not in (tmp_path / "without" / "README.md").read_text()
-    (step / "manifest.json").unlink()
     torch.save({"progress": {"step": 1_500, "consumed_samples": 12_000}}, step / COMMON)
+    write_manifest(step, 0)
     convert_checkpoint(step, tmp_path / "with", to="hf", verified=False)
     tokens = 12_000 * MODEL.seq_length
     assert f"Its last run took 1,500 steps, over {tokens:,} tokens." in (tmp_path / "with" / "README.md").read_text()
