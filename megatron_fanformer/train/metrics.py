@@ -4,7 +4,6 @@ The dashboards' groups, the progress line and the tables in docs/metrics.md foll
 """
 
 import functools
-import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -114,11 +113,8 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     return [entry for line in (run / METRICS).read_bytes().splitlines() if (entry := metrics_entry(line)) is not None]
 
 
-# -- the picture
-
-
-def loss_picture(metrics: Sequence[dict[str, Any]], *, title: str, entropy: float | None = None) -> bytes:
-    """Return a PNG of the training and validation losses over the steps; the training loss as it is and averaged.
+def loss_picture(metrics: Sequence[dict[str, Any]], *, title: str, entropy: float) -> bytes:
+    """Return a PNG of a whole run's losses over its steps; the training loss as it is and averaged.
 
     Args:
         metrics: the objects of metrics.jsonl.
@@ -130,30 +126,16 @@ def loss_picture(metrics: Sequence[dict[str, Any]], *, title: str, entropy: floa
 
     def draw(panels: Any) -> None:
         axes = panels[0, 0]
-        if points := points_of(metrics, "loss"):
-            steps, losses = zip(*points, strict=True)
-            axes.plot(steps, losses, linewidth=0.6, alpha=0.4, color="C0", label="training, each step")
-            window = 1 + len(losses) // SMOOTHED_SHARE
-            smooth = np.convolve(losses, np.full(window, 1 / window), "valid")
-            axes.plot(steps[window - 1 :], smooth, linewidth=2, color="C0", label="training, mean of the last steps")
-        names = sorted({name for entry in metrics for name in entry if name.startswith(VALIDATION_PREFIX)})
-        for number, name in enumerate(names, start=1):
-            if points := points_of(metrics, name):
-                label = f"validation: {name.removeprefix(VALIDATION_PREFIX)}"
-                axes.plot(*zip(*points, strict=True), "o-", color=f"C{number}", label=label)
-        if entropy is not None:
-            axes.axhline(entropy, linestyle="--", color="gray", label="unigram entropy of the tokens")
+        losses, window = [entry["loss"] for entry in metrics], 1 + len(metrics) // SMOOTHED_SHARE
+        axes.plot(range(1, len(losses) + 1), losses, linewidth=0.6, alpha=0.4, color="C0", label="training, each step")
+        means = np.convolve(losses, np.full(window, 1 / window), "valid")
+        axes.plot(range(window, len(losses) + 1), means, linewidth=2, color="C0", label="training, mean of steps")
+        for number, name in enumerate(name for name in metrics[-1] if name.startswith(VALIDATION_PREFIX)):
+            points = [(entry["step"], entry[name]) for entry in metrics if name in entry]
+            label = f"validation: {name.removeprefix(VALIDATION_PREFIX)}"
+            axes.plot(*zip(*points, strict=True), "o-", color=f"C{number + 1}", label=label)
+        axes.axhline(entropy, linestyle="--", color="gray", label="unigram entropy of the tokens")
         axes.set(xlabel="step", ylabel="loss, nats per token", title=title)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend()
+        axes.legend()
 
     return drawn(draw)
-
-
-def points_of(metrics: Sequence[dict[str, Any]], name: str) -> list[tuple[int, float]]:
-    """Return steps and values, but those that are no finite number: in running sums, one would spoil all after it."""
-    return [
-        (entry["step"], entry[name])
-        for entry in metrics
-        if type(entry.get(name)) in (int, float) and math.isfinite(entry[name])
-    ]

@@ -105,14 +105,6 @@ def test_a_replaced_file_is_refused_or_its_change_recorded(
     }
 
 
-def test_more_steps_are_refused_where_they_would_change_the_order(half: Values) -> None:
-    half["training"]["train_iters"] = 60  # of an epoch of 260 samples, 240
-    start(half)
-    half["training"]["train_iters"] = 70
-    with pytest.raises(InputError, match="the order for 280 samples for that for one epoch"):
-        start(half)
-
-
 def test_a_checkpoint_that_records_no_data_is_gone_on_from_with_a_notice(
     half: Values, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,23 +1,19 @@
-"""Runs on samples of each kind: within documents, from .npy files, and from token files on another store."""
+"""Runs on samples of each kind: within documents, and from .npy files."""
 
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
-from megatron_fanformer.data.token_files import NpyFile
-from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.plan.job import training_flops_per_token
 from megatron_fanformer.train.config import TrainingConfig, config_from_dict
 from megatron_fanformer.train.metrics import read_metrics
 from tests.data.token_making import write_manifest
-from tests.small_runs import SEQ_LENGTH, VOCAB_SIZE, RunOnRanks, first_step, small_run, trainer_of, write_tokens
+from tests.small_runs import SEQ_LENGTH, VOCAB_SIZE, RunOnRanks, first_step, small_run, trainer_of
 from tests.token_pairs import write_token_pair
-from tests.train.test_trainer import numbers, train
+from tests.train.test_trainer import train
 
 
 def test_training_and_evaluation_are_within_documents(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
@@ -119,66 +115,3 @@ def test_a_layout_does_not_change_the_loss(values: dict[str, Any], run_on_ranks:
     values["parallel"].update(LAYOUTS[layout])
     for found in run_on_ranks(2, losses, values):
         assert found == pytest.approx(alone, rel=SAME_LOSS)
-
-
-def reads_of_two_steps(values: dict[str, Any], file: str) -> tuple[int, str, bool]:
-    """How often this rank reads a token file in a step and an evaluation, and the error of a step on damaged samples.
-
-    With it whether another rank reports that error. On every rank.
-    """
-    from megatron_fanformer.train.evaluation import evaluate_loss
-
-    with trainer_of(values) as trainer, mock.patch.object(NpyFile, "read", autospec=True, side_effect=NpyFile.read):
-        first_step(trainer)
-        valid = trainer._data.valid["same"]
-        evaluate_loss(trainer._wrapped, valid, trainer.grid, trainer.config, eval_iters=1)
-        reads = NpyFile.read.call_count  # type: ignore[attr-defined]
-        dist.barrier()
-        if trainer.grid.is_main:
-            (np.fromfile(file, "<u2") + VOCAB_SIZE).tofile(file)
-        dist.barrier()
-        with pytest.raises(CorruptError) as caught:
-            first_step(trainer)
-        return reads, str(caught.value), caught.value.already_reported
-
-
-@pytest.mark.parametrize("shared_by", ["tensor_model_parallel_size", "context_parallel_size"])
-def test_one_rank_of_a_group_reads_and_all_raise_its_error(
-    values: dict[str, Any], tmp_path: Path, run_on_ranks: RunOnRanks, shared_by: str
-) -> None:
-    values["parallel"][shared_by] = 2
-    first, second = run_on_ranks(2, reads_of_two_steps, values, str(tmp_path / "a.npy"))
-    assert (first[0], second[0]) == (2 * values["training"]["global_batch_size"], 0)
-    assert "a.npy holds token id" in first[1] and first[1] == second[1]
-    assert (first[2], second[2]) == (False, True)
-
-
-# -- another store
-
-
-def test_a_run_goes_on_with_the_same_files_on_another_store(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
-    """Begun on local files, continued at a URL, and ended on local files; against one that stayed."""
-    (folder := tmp_path / "data").mkdir()
-    write_tokens(folder / "tokens")
-    (np.arange(1000) * 7 % VOCAB_SIZE).astype("<u2").tofile(folder / "own.npy")
-
-    def run(name: str, place: str, until: int, **data: Any) -> Path:
-        values = small_run(
-            "",
-            tmp_path / name,
-            data={
-                "train_data": ["0.5", f"{place}/tokens", "0.5", f"{place}/own.npy"],
-                "cache_path": str(tmp_path / "cache"),
-                **data,
-            },
-            training={"train_iters": 6, "exit_interval": until},
-            schedule={"lr_warmup_iters": 1},
-        )
-        run_on_ranks(1, train, values)
-        return tmp_path / name
-
-    stayed = numbers(run("stayed", str(folder), 6))
-    run("moved", str(folder), 2)
-    run("moved", f"file://{folder}", 4, num_workers=1)
-    moved = numbers(run("moved", str(folder), 6))
-    assert moved == stayed and len(stayed) == 6
