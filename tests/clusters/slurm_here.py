@@ -3,11 +3,8 @@
 Its processes, network and host names are in namespaces of their own, and it authenticates nobody.
 """
 
-import os
 import shutil
-import signal
 import subprocess
-from contextlib import suppress
 from pathlib import Path
 
 from tests.clusters.namespaces import Namespaces
@@ -121,21 +118,3 @@ class SlurmCluster(Namespaces):
     def signal(self, number: str) -> None:
         """To all ranks of a job, as `#SBATCH --signal` does before the time limit."""
         self.run("scancel", "--signal=USR1", number)
-
-    def lose(self, node: str) -> None:
-        """A node is gone, with all that ran on it."""
-        tasks = self.processes((f"SLURMD_NODENAME={node}",))
-        # The daemon first, and what watches over the tasks before them: nobody is to tell how they ended.
-        watchers = {parent for task in tasks if (parent := _parent(task)) is not None}
-        for process in (*self.processes(("-N", node)), *watchers, *tasks):
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-
-
-def _parent(task: int) -> int | None:
-    """The slurmstepd that started a process; None if something else did."""
-    with suppress(OSError):
-        parent = int(Path(f"/proc/{task}/stat").read_text().rpartition(")")[2].split()[1])
-        if "slurmstepd" in Path(f"/proc/{parent}/comm").read_text():
-            return parent
-    return None

@@ -92,9 +92,7 @@ def test_a_value_that_contradicts_the_run_is_refused_and_nothing_is_set() -> Non
 
 
 @pytest.mark.parametrize(
-    ("given", "home"),
-    [({}, "{}/nvidia/cudnn"), ({"CUDNN_HOME": "mine"}, "mine"), ({"CUDNN_PATH": "mine"}, None)],
-    ids=["none", "home", "path"],
+    ("given", "home"), [({}, "{}/nvidia/cudnn"), ({"CUDNN_PATH": "mine"}, None)], ids=["none", "path"]
 )
 def test_the_cudnn_beside_torch_unless_another_is_named(
     given: dict[str, str], home: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
