@@ -1,7 +1,5 @@
 """The score of published runs: the committed constants on the committed runs, and fits to runs made from a formula."""
 
-import csv
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from megatron_fanformer.plan.machines import known_machines
 from tests.small_runs import ROOT
 
 PUBLISHED = ROOT / "tests" / "plan" / "published_runs.csv"
@@ -49,36 +46,6 @@ def test_each_source_predicted_without_its_own_runs(score: Score) -> None:
         # What is stated is what these errors give, in whole percent; and so for a source that it does not know.
         assert interval["width"] <= interval["stated"] < interval["width"] + 0.011, kind
         assert interval["within_others"] is None or interval["within_others"] >= 0.9, kind
-
-
-def test_a_fit_finds_a_slower_chip(score: Score, tmp_path: Path) -> None:
-    """Runs whose seconds are the formula's at three quarters of the H100's product rates, FP8's mostly."""
-    from published.rows import read_rows
-
-    with PUBLISHED.open(newline="") as stream:
-        lines = [line for line in csv.DictReader(stream) if line["src"] == "nemo24.07" and line["pp"] == "1"]
-    for line in lines:
-        line["src"] = line["name"]  # of several sources, so that they weigh
-    h100 = known_machines()["h100"]
-    rates = ("product_efficiency", "fp8_product_efficiency")
-    slower = dataclasses.replace(h100, **{name: 0.75 * getattr(h100, name) for name in rates})
-    file = tmp_path / "made.csv"
-
-    def write() -> None:
-        with file.open("w", newline="") as stream:
-            writer = csv.DictWriter(stream, lines[0])
-            writer.writeheader()
-            writer.writerows(lines)
-
-    write()
-    for line, row in zip(lines, read_rows(file), strict=True):
-        line["step_seconds"] = str(row.predict(slower))
-    write()
-    committed, fitted = score(str(file))["all"], score(str(file), "--fit-on", str(file))
-    assert {row["prec"] for row in fitted["rows"]} == {"fp8"}
-    assert committed["mean_error"] > 0.10
-    assert fitted["all"]["mean_error"] < committed["mean_error"] / 4
-    assert fitted["constants"]["h100"]["fp8_product_efficiency"] < 0.85 * h100.fp8_product_efficiency
 
 
 @pytest.mark.parametrize(
