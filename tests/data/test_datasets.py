@@ -115,13 +115,6 @@ def test_data_of_exactly_one_sample_are_enough(tmp_path: Path) -> None:
             build(DataConfig(train_data=[pair], valid_data={"v": [source]}), 3, None)
 
 
-def test_the_seed_alone_decides_the_order(prefix: str, tmp_path: Path) -> None:
-    config = DataConfig(train_data=[prefix])
-    elsewhere = DataConfig(train_data=[prefix], cache_path=str(tmp_path / "elsewhere"))
-    assert torch.equal(drawn(build(config).train, 50), drawn(build(elsewhere).train, 50))
-    assert not torch.equal(drawn(build(config).train, 50), drawn(build(config, seed=2).train, 50))
-
-
 def test_replaced_data_do_not_meet_the_old_indices(prefix: str, tmp_path: Path) -> None:
     """Also where two lengths alone have changed, and neither their number nor their sum."""
     build(DataConfig(train_data=[prefix]))

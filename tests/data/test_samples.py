@@ -102,13 +102,6 @@ def test_the_spans_hold_the_samples_tokens(names: dict[str, str], blend: str) ->
     assert met == {names[word].removesuffix(".npy") for word in blend.split() if word in names}
 
 
-def test_the_spans_of_a_split_hold_its_samples_tokens(names: dict[str, str]) -> None:
-    config = DataConfig(train_data=[names["a"], names["b"]], split="60,40")
-    datasets = build(config, SPAN_SAMPLES, 20, seq_length=SPAN_LENGTH)
-    for dataset in (datasets.train, *datasets.valid.values()):
-        spans_of(dataset)
-
-
 def test_runs_that_follow_each_other_are_one_span(tmp_path: Path) -> None:
     """Of four documents of 20 tokens, shuffled over many epochs, some come to stand in the file's own order."""
     prefix = write_pair(tmp_path / "short", [[20]] * 4)

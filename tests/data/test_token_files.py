@@ -1,6 +1,5 @@
 """Pairs and .npy files: read as they are written, and refused with the file and the field that is wrong."""
 
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -120,13 +119,6 @@ def test_every_changed_byte_of_an_index_is_found(pair: str, field: str, begin: i
             message = str(error.value)
             assert str(path) in message and field in message and "\n" not in message, (position, mask, message)
     path.write_bytes(sound)
-
-
-def test_a_type_of_another_size_is_found(pair: str) -> None:
-    path = Path(pair + ".idx")
-    path.write_bytes(path.read_bytes().replace(struct.pack("<QB", 1, 8), struct.pack("<QB", 1, 4), 1))
-    with pytest.raises(CorruptError, match="sequence pointer 1"):
-        read_index(pair)
 
 
 def test_an_index_longer_than_a_block_is_checked_throughout(pair: str, monkeypatch: pytest.MonkeyPatch) -> None:

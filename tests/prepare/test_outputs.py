@@ -1,13 +1,18 @@
 """The token files of a preparation: their index, and when they get their names."""
 
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.prepare import outputs
 from tests.disk_steps import recorded_steps
-from tests.prepare.making import Prepare
+from tests.prepare.making import Prepare, hashes
 
 
 def test_an_output_on_another_store_is_refused(mixed: Path, prepare: Prepare) -> None:
@@ -36,3 +41,26 @@ def test_token_files_get_their_names_once_they_are_on_the_disk(
     manifest = steps.index(("rename", "out.manifest.json"))
     assert all(steps.index(("rename", name)) < manifest for name in names)
     assert ("fsync", tmp_path.name) == steps[manifest + 1]
+
+
+def test_a_stop_before_any_name_is_given_is_made_good(
+    tmp_path: Path, mixed: Path, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(tmp_path / "whole" / "out", mixed)
+    rename, step = os.replace, 0
+    while step < 20:
+        step, calls = step + 1, count(1)
+
+        def stopped(*paths: Any, calls: Iterator[int] = calls, step: int = step) -> None:
+            if next(calls) == step:
+                raise KeyboardInterrupt
+            rename(*paths)
+
+        output = tmp_path / str(step) / "out"
+        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+            patch.setattr(os, "replace", stopped)
+            prepare(output, mixed)
+            break
+        prepare(output, mixed)
+        assert hashes(output.parent) == hashes(tmp_path / "whole")
+    assert 4 < step < 20

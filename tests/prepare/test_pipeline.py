@@ -4,7 +4,6 @@ import gzip
 import json
 import random
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ from tests.data.chat_making import made_up_chats
 from tests.disk_steps import small_files
 from tests.prepare import commands, fuzzing
 from tests.prepare.making import as_line, hashes
-from tests.small_runs import ROOT, start_command
+from tests.small_runs import start_command
 
 LINES = 400
 
@@ -63,20 +62,6 @@ def test_a_run_killed_again_and_again_ends_with_the_same_bytes(tmp_path: Path, o
     for share in (0.6, 0.9):
         killed_after(command, share * whole_seconds)
     assert complete(options, tmp_path / "killed", workers=3) == expected
-
-
-def test_a_run_killed_in_its_ending_ends_with_the_same_bytes(tmp_path: Path, options: list[str]) -> None:
-    """Before every tenth step of the file system, each time in a copy."""
-    expected = complete(options, tmp_path / "whole")
-    trials = tmp_path / "trials"
-    trials.mkdir()
-    program = [sys.executable, "-m", "tests.prepare.step_killing", str(trials), "10"]
-    ran = subprocess.run([*program, *options, "--workers", "2"], cwd=ROOT, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    killed = int(ran.stdout.split()[-1])
-    results = [hashes(trial) for trial in trials.iterdir() if trial.name != "done"]
-    assert len(results) == killed + 1
-    assert killed > 1 and all(result == expected for result in results)
 
 
 def test_a_full_disk_is_one_line_and_a_later_run_goes_on(tmp_path: Path, small_tokenizer_file: Path) -> None:

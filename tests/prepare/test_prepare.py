@@ -15,7 +15,6 @@ from megatron_fanformer.errors import CorruptError, FanformerError, InputError
 from megatron_fanformer.prepare import prepare as hold_out
 from megatron_fanformer.prepare.documents import BLOCK_BYTES
 from megatron_fanformer.prepare.prepare import PrepareConfig, _settings
-from megatron_fanformer.prepare.shards import work_folder
 from tests.prepare.making import Prepare, WriteLines, as_line, hashes
 
 
@@ -169,13 +168,6 @@ def test_once_the_damaged_input_is_mended_the_rest_is_not_done_again(
 def test_npy_ids_have_room_for_the_whole_vocabulary(vocab_size: int, dtype: str) -> None:
     config = PrepareConfig(inputs=(), output="", tokenizer="", format="npy")
     assert _settings(config, mock.Mock(vocab_size=vocab_size)).dtype == dtype
-
-
-def test_two_preparations_of_one_prefix_do_not_mix(tmp_path: Path, mixed: Path, prepare: Prepare) -> None:
-    prefix = tmp_path / "new" / "out"
-    with work_folder(str(prefix)), pytest.raises(InputError, match="another process"):
-        prepare(prefix, mixed)
-    prepare(prefix, mixed)
 
 
 @pytest.mark.parametrize("settings", [{"text_field": "content"}, {"eod_id": 5}, {"format": "npy"}, {}], ids=str)
