@@ -115,7 +115,7 @@ def report_lines(report: Mapping[str, Any]) -> Iterator[str]:
     groups = {name: facts.pop(name) for name in [*facts] if isinstance(facts[name], Mapping)}
     yield from _labelled(facts)
     for name, group in groups.items():
-        yield f"  {name.replace('_', ' ')}"
+        yield f"  {name}"
         yield from (f"  {line}" for line in _labelled(group))
     if len(parts) == 1:
         yield ""
@@ -128,8 +128,7 @@ def report_lines(report: Mapping[str, Any]) -> Iterator[str]:
 
 def _labelled(facts: Mapping[str, Any]) -> list[str]:
     return labelled(
-        (escaped(name.replace("_", " ")), escaped(size(value) if name == "bytes" else _brief(value)))
-        for name, value in facts.items()
+        (escaped(name), escaped(size(value) if name == "bytes" else _brief(value))) for name, value in facts.items()
     )
 
 
