@@ -34,12 +34,6 @@ def print_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def print_loading(name: str) -> None:
-    """Report that torch is being imported, for seconds; nothing where it is imported already."""
-    if "torch" not in sys.modules:
-        print_stderr(f"megatron-fanformer: loading {name}")
-
-
 def size(count: int) -> str:
     """Return a number of bytes in three or four digits, by powers of a thousand."""
     unit, value = 0, float(count)

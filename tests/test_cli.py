@@ -1,7 +1,6 @@
 """Bad input, as a user meets it: a line for each problem, exit code 2, nothing written."""
 
 import importlib.util
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,6 @@ import torch
 
 from megatron_fanformer.checkpoint.manifest import write_manifest
 from megatron_fanformer.cli import PROGRAM, main
-from megatron_fanformer.errors import InputError
-from megatron_fanformer.runtime import megatron_cpu
 from megatron_fanformer.train.config import load_config
 from tests.conftest import REFERENCE, SAMPLES
 from tests.small_runs import ROOT, small_run, start_command, write_config, write_tokens
@@ -226,26 +223,6 @@ def test_a_runs_folder_whose_run_is_another(
 @pytest.mark.parametrize("verb", [["convert", "none", "out", "--to", "hf"], ["generate", "none", "--prompt", "a"]])
 def test_a_checkpoint_that_is_none(refused: Refused, verb: list[str]) -> None:
     one_line(refused(*verb), "none does not exist; name a run's folder, one checkpoint of a run")
-
-
-@pytest.mark.parametrize("verb", [["generate", "--prompt", "a"], ["chat"], ["evaluate", "--perplexity", "own=tokens"]])
-def test_what_is_loaded_for_seconds_is_told_where_no_data_go(
-    verb: list[str],
-    started_run: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def imported() -> None:
-        raise InputError("the imports begin")
-
-    monkeypatch.setattr(megatron_cpu, "install", imported)
-    monkeypatch.delitem(sys.modules, "torch")  # as in a process of its own
-    monkeypatch.chdir(tmp_path)
-    name, *options = verb
-    assert main([name, str(started_run), *options]) == 2
-    loaded = started_run / "checkpoints" / "step-00000001" if name == "evaluate" else started_run
-    assert capsys.readouterr() == ("", f"{PROGRAM}: loading {loaded}\n{PROGRAM}: the imports begin\n")
 
 
 def test_a_conversion_into_a_folder_that_exists(refused: Refused, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from isal import igzip
 
 from megatron_fanformer.durable_files import new_folder
 from megatron_fanformer.errors import FanformerError, InputError
+from megatron_fanformer.options import count
 
 ENDINGS = re.compile(r"\.(py[ix]?|pxd|md|rst|txt|c|cc|cpp|cuh?|h|hpp|js|ts|css|html|cmake|proto|f90|jl|sh)")
 COPIES = frozenset(
@@ -43,24 +44,10 @@ LONGEST_LINE = 2000  # characters: what has longer ones is data, or packed
 STANDARD_LIBRARY = "python-standard-library"
 OTHERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 """Folders of the standard library's that are not its own."""
-FREE = (
-    "0BSD Apache-2.0 BlueOak-1.0.0 BSD-2-Clause BSD-3-Clause BSL-1.0 CC0-1.0 CNRI-Python HPND ISC MIT MIT-0 MIT-CMU "
-    "MPL-2.0 NCSA PSF-2.0 Python-2.0 Unicode-3.0 Unlicense X11 Zlib ZPL-2.1"
-)
-"""SPDX identifiers of licenses that let anybody use and pass on the text with no more than a notice, and the MPL, whose
-terms stay with the file."""
-NAMES = {
-    r"apache( software)?( 2(\.0)?)?": "Apache-2.0",
-    r"(new |modified |3-clause )?bsd( 3-clause)?": "BSD-3-Clause",
-    r"(2-clause bsd|bsd 2-clause)": "BSD-2-Clause",
-    r"isc( iscl)?": "ISC",
-    r"mit": "MIT",
-    r"mozilla public 2\.0( mpl 2\.0)?": "MPL-2.0",
-    r"(psf|python software foundation)": "PSF-2.0",
-    r"(the )?unlicense( unlicense)?": "Unlicense",
-}
-"""Other names of them, in lower case and without the words of `FILLING`."""
-FILLING = re.compile(r"\b(the|licen[sc]ed?|version)\b|[,\"'()]")
+FREE = re.compile(r"\b(apache|bsd|mit|isc|mozilla|mpl|psf|python software foundation|unlicense|zlib|cc0)\b", re.I)
+"""Licenses that let anybody use and pass on the text with no more than a notice, and the MPL, whose terms stay with the
+file."""
+NOT_FREE = re.compile(r"gpl|general public|proprietary|licenseref", re.I)
 HELD_OUT_PERCENT = 8
 SHARDS = 16
 TOKENIZER_BYTES = 20_000_000
@@ -89,8 +76,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--site", type=Path, action="append", metavar="FOLDER", help="of packages (the interpreter's)")
-    parser.add_argument("--most-bytes", type=_size, default=2**40, metavar="SIZE", help="of train, as in 600M (all)")
-    parser.add_argument("--held-out-bytes", type=_size, default=_size("8M"), metavar="SIZE", help="at most (8M)")
+    parser.add_argument("--most-bytes", type=count, default=2**40, metavar="SIZE", help="of train, as in 600M (all)")
+    parser.add_argument("--held-out-bytes", type=count, default=8_000_000, metavar="SIZE", help="at most (8M)")
     parser.add_argument("--vocab-size", type=int, metavar="N", help="train a tokenizer of that many ids, too")
     parser.add_argument("--again", action="store_true", help="replace the folder, if there is one")
     options = parser.parse_args()
@@ -112,13 +99,6 @@ def main() -> int:
         print(f"{part}: {counts['documents']:,} documents, {counts['bytes']:,} bytes, {counts['packages']} packages")
     print(f"left out: {', '.join(manifest['left_out']) or 'no package'}; {options.folder / 'manifest.json'} says why")
     return 0
-
-
-def _size(text: str) -> int:
-    if (match := re.fullmatch(r"([0-9]+)([KMG]?)", text.upper())) is None:
-        raise argparse.ArgumentTypeError(f"{text!r} must be an integer, with K, M or G after it or without, as in 600M")
-    digits, unit = match.groups()
-    return int(digits) * {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}[unit]
 
 
 def write_text(
@@ -163,24 +143,12 @@ def write_text(
 
 
 def license_of(metadata: importlib.metadata.PackageMetadata) -> tuple[str | None, str]:
-    """Return the free license of a package, or None, and the statement of its metadata.
-
-    Of the three fields that may state one, the first counts: the SPDX expression, the classifiers, the free text. Of
-    several licenses each must be free; a statement that is not understood is no permission.
-    """
-    free = set(FREE.split())
-    if expression := metadata["License-Expression"]:
-        words = [
-            word for word in re.findall(r"[^\s()]+", re.sub(r"WITH \S+", "", expression)) if word not in ("AND", "OR")
-        ]
-        return (expression if free.issuperset(words) else None), expression
+    """Return the free license of a package, or None, and its metadata's statement; of several each must be free."""
     last = [text.split(" :: ")[-1] for text in metadata.get_all("Classifier") or [] if text.startswith("License ::")]
-    stated = [text for text in last if text != "OSI Approved"] or (metadata.get_all("License") or [])
-    names = [" ".join(FILLING.sub(" ", text.lower()).split()) for text in stated]
-    known = [next((name for form, name in NAMES.items() if re.fullmatch(form, text)), None) for text in names]
-    known = [name or (text if text in free else None) for name, text in zip(known, stated, strict=True)]
-    text = ", ".join(stated)[:80] or "states no license"
-    return (", ".join(filter(None, known)) if known and all(known) else None), text
+    classified = " AND ".join(text for text in last if text != "OSI Approved")
+    text = metadata["License-Expression"] or classified or (metadata["License"] or "states no license")[:80]
+    is_free = all(map(FREE.search, re.split(" AND | OR ", text))) and not NOT_FREE.search(text)
+    return (text if is_free else None), text
 
 
 def held_out(names: Iterable[str]) -> set[str]:

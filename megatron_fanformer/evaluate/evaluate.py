@@ -31,7 +31,7 @@ from megatron_fanformer.runtime.launch import (
     report_failure,
 )
 from megatron_fanformer.runtime.layout import RuntimeConfig
-from megatron_fanformer.terminal import phases, print_loading, show
+from megatron_fanformer.terminal import phases, show
 
 if TYPE_CHECKING:
     from megatron_fanformer.evaluate.jobs import Jobs
@@ -65,8 +65,6 @@ def evaluate(options: EvaluateOptions) -> None:
 
 
 def _start(request: EvaluationRequest) -> None:
-    first, *others = request.checkpoints
-    print_loading(f"{first} and {len(others)} more" if others else str(first))
     jobs = _find_jobs(request)
     options, ranks = request.options, request.layout.world_size
     runtime = RuntimeConfig(device=options.device)

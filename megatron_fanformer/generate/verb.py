@@ -11,7 +11,6 @@ from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.options import Verb, argument, count, option
 from megatron_fanformer.runtime import device
-from megatron_fanformer.terminal import print_loading
 
 SAMPLING = "sampling"
 AnyConfig = TypeVar("AnyConfig", "GenerateConfig", "ChatConfig")
@@ -106,7 +105,6 @@ def _before(config: AnyConfig) -> tuple[AnyConfig]:
 
     checkpoint = on_this_machine(config.checkpoint)
     recognise(checkpoint, RUNNABLE)  # what cannot be run is reported before torch is imported
-    print_loading(checkpoint)
     device.prepare_megatron()
     return (replace(config, checkpoint=checkpoint),)
 
