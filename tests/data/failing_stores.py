@@ -1,9 +1,7 @@
-"""Stores of token files that fail by a plan: behind fsspec without a network, and a server of HTTP with ranges."""
+"""Stores of token files: one behind fsspec without a network that fails by a plan, and a server of HTTP."""
 
 import random
-import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,7 +14,6 @@ from fsspec.implementations.local import LocalFileSystem
 
 SHORT, REFUSED, RESET, HANGING, FORBIDDEN = "short", "refused", "reset", "hanging", "forbidden"
 KINDS = (SHORT, REFUSED, RESET, HANGING)
-HANG_SECONDS = 0.3  # longer than a request may take where tests set that to a tenth
 ERRORS = {
     REFUSED: OSError("503 SlowDown: https://user:secret@host"),
     RESET: ConnectionResetError("the connection was reset"),
@@ -26,10 +23,10 @@ ERRORS = {
 
 
 class Plan:
-    """The faults of requests: drawn with a seed, or all from one on."""
+    """The faults of a share of requests, drawn with a seed."""
 
-    def __init__(self, share: float = 0.0, *, seed: int = 0, kinds: tuple[str, ...] = KINDS, first: int = 0) -> None:
-        self._draw, self._share, self._kinds, self._first = random.Random(seed), share, kinds, first
+    def __init__(self, share: float = 0.0, *, kinds: tuple[str, ...] = KINDS) -> None:
+        self._draw, self._share, self._kinds = random.Random(0), share, kinds
         self._lock = threading.Lock()
         self.requests, self.faults = 0, 0
 
@@ -37,7 +34,7 @@ class Plan:
         """The fault of the next request, or None."""
         with self._lock:
             self.requests += 1
-            if self.requests <= self._first or self._draw.random() >= self._share:
+            if self._draw.random() >= self._share:
                 return None
             self.faults += 1
             return self._draw.choice(self._kinds)
@@ -83,7 +80,6 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # or each answer waits 40 ms for the client's acknowledgment of its head
     folder: Path
-    plan: Plan
     serves_ranges: bool
 
     def log_message(self, *_: Any) -> None:
@@ -96,17 +92,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(is_head=False)
 
     def _answer(self, *, is_head: bool) -> None:
-        fault = self.plan.next()
-        if fault in (HANGING, RESET):
-            if fault == HANGING:
-                time.sleep(HANG_SECONDS)
-            else:
-                self.connection.shutdown(socket.SHUT_RDWR)
-            self.close_connection = True
-            return
         path = self.folder / unquote(urlsplit(self.path).path).lstrip("/")
-        if fault in (REFUSED, FORBIDDEN) or not path.is_file():
-            self._end({REFUSED: 503, FORBIDDEN: 403}.get(fault or "", 404))
+        if not path.is_file():
+            self._end(404)
             return
         status, body, stat = 200, path.read_bytes(), path.stat()
         headers = {"ETag": f'"{stat.st_mtime_ns}-{stat.st_ino}"'}
@@ -122,8 +110,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if not is_head:
-            self.wfile.write(body[: len(body) // 2] if fault == SHORT else body)
-            self.close_connection = fault == SHORT
+            self.wfile.write(body)
 
     def _end(self, status: int) -> None:
         self.send_response(status)
@@ -140,10 +127,9 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def http_server(folder: Path, plan: Plan | None = None, *, serves_ranges: bool = True) -> Iterator[str]:
+def http_server(folder: Path, *, serves_ranges: bool = True) -> Iterator[str]:
     """The URL of a folder behind HTTP, in a thread of this process."""
-    stated = {"folder": folder, "plan": plan or Plan(), "serves_ranges": serves_ranges}
-    handler: Callable[..., Any] = type("Handler", (_Handler,), stated)
+    handler: Callable[..., Any] = type("Handler", (_Handler,), {"folder": folder, "serves_ranges": serves_ranges})
     with _Server(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()

@@ -10,19 +10,18 @@ from megatron_fanformer.data.blends import PART_NAMES, split_bounds
 from megatron_fanformer.data.check import check_files
 from megatron_fanformer.data.config import DataConfig
 from megatron_fanformer.data.manifest import ChatSettings
-from megatron_fanformer.data.token_files import CHECKED_ENTRIES, read_index
+from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.errors import CorruptError, InputError
 from tests.chat_pairs import write_chats
 from tests.data.test_blends import SPLITS
 from tests.data.token_making import write_manifest, write_npy, write_pair
 
 
-@pytest.mark.parametrize("block", [7, CHECKED_ENTRIES])
 @pytest.mark.parametrize("split", SPLITS)
 def test_the_tokens_of_parts_are_counted_as_the_index_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: str, block: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: str
 ) -> None:
-    monkeypatch.setattr("megatron_fanformer.data.token_files.CHECKED_ENTRIES", block)
+    monkeypatch.setattr("megatron_fanformer.data.token_files.CHECKED_ENTRIES", 7)
     prefix = write_pair(tmp_path / "samples", [[20 + number] for number in range(40)])
     facts = check_files(DataConfig(train_data=[prefix], split=split)).pairs[prefix]
     lengths = read_index(prefix).lengths

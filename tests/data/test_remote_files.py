@@ -1,8 +1,6 @@
 """Token files on other stores: a run reads what it reads of local ones, bit for bit, or ends with one line."""
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,6 @@ from tests.data.failing_stores import FORBIDDEN, REFUSED, Plan, PlannedFiles, ht
 from tests.data.token_making import VOCAB_SIZE, write_manifest, write_npy, write_pair
 
 SEQ_LENGTH, SAMPLES = 64, 40
-STORES = ["planned", "http"]
 BLENDS = {
     "npy": ["{}/one.npy", "{}/two.npy"],
     "pair": ["{}/first"],
@@ -56,10 +53,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_files, "REQUEST_SECONDS", 5.0)
 
 
-@contextmanager
-def served(kind: str, folder: Path, plan: Plan | None = None) -> Iterator[str]:
-    with (planned if kind == "planned" else http_server)(folder, plan) as url:
-        yield url
+SERVED = {"planned": planned, "http": http_server}
 
 
 def config_of(place: Path | str, cache: Path, blend: str = "npy", **fields: Any) -> DataConfig:
@@ -86,11 +80,11 @@ def assert_equal(found: list[dict[str, torch.Tensor]], wanted: list[dict[str, to
 # -- the same samples
 
 
-@pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize("kind", ["planned", "http"])
 @pytest.mark.parametrize("blend", BLENDS)
 def test_samples_are_those_of_the_local_files(kind: str, blend: str, folder: Path, tmp_path: Path) -> None:
     here = items(config_of(folder, tmp_path / "cache", blend))
-    with served(kind, folder) as url:
+    with SERVED[kind](folder) as url:
         for _ in range(2):  # the second time indices and notes are there
             assert_equal(items(config_of(url, tmp_path / "cache", blend)), here)
     assert_equal(items(config_of(folder, tmp_path / "cache", blend)), here)
@@ -112,7 +106,7 @@ def test_folders_and_patterns_are_listed_in_the_order_of_local_ones(folder: Path
             named(url, "{}/none*.npy")
 
 
-@pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize("kind", ["planned", "http"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_micro_batches_come_in_the_local_order(kind: str, workers: int, folder: Path, tmp_path: Path) -> None:
     """From loaders that are forked off a process that has used the store."""
@@ -126,7 +120,7 @@ def test_micro_batches_come_in_the_local_order(kind: str, workers: int, folder: 
         return taken
 
     here = drawn(folder, 0)
-    with served(kind, folder) as url:
+    with SERVED[kind](folder) as url:
         assert_equal(drawn(url, workers), here)
 
 
