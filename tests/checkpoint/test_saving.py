@@ -136,6 +136,23 @@ def failure_of(saver: CheckpointSaver, save: Callable[[], Any] = lambda: None) -
     return str(caught.value)
 
 
+def signal_writers(layout: str, folder: Path) -> list[str]:
+    """Writers get the signals that a run answers by saving and stopping; what is published after."""
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        with training(layout, small_model()) as run:
+            saver = started_save(run, folder)
+            for number in before:
+                os.kill(writer_process(saver).pid, number)
+            time.sleep(0.1)
+            (folder / "go").touch()
+            saver.finish_due(blocking=True)
+            return published(folder)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def give_up(layout: str, folder: Path) -> tuple[Any, list[str]]:
     """Close while the writers wait; how they ended, and all that is left of the checkpoint."""
     with training(layout, small_model()) as run:
@@ -192,6 +209,10 @@ def test_a_writer_that_fails_ends_the_run_and_publishes_nothing(
     assert error == same and message in error and "\n" not in error
     assert error.startswith(f"the checkpoint of step 2 was not written to {tmp_path / run_folder.CHECKPOINTS} (rank ")
     assert list((tmp_path / run_folder.CHECKPOINTS).iterdir()) == []
+
+
+def test_signals_to_stop_do_not_stop_a_writer(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
+    assert run_on_ranks(1, signal_writers, "tp1-plain", tmp_path) == [["latest", "step-00000002"]]
 
 
 def fail_into_the_log(_rank: int, _buckets: Any, results: Any) -> None:
