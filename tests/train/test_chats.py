@@ -14,7 +14,7 @@ from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.train.config import config_from_dict
 from megatron_fanformer.train.metrics import read_metrics
-from megatron_fanformer.train.preflight import find_start
+from megatron_fanformer.train.preflight import find_start, with_steps
 from tests.chat_pairs import Chat, random_chats, write_chats
 from tests.checkpoint.test_saving import writers_do_first
 from tests.small_runs import SEQ_LENGTH, VOCAB_SIZE, RunOnRanks, first_step, small_run, trainer_of
@@ -142,6 +142,13 @@ def refusal(values: dict[str, Any]) -> str | None:
 
 
 # -- runs
+
+
+def test_epochs_make_whole_steps(tmp_path: Path) -> None:
+    """Rounded up: every conversation is seen as often as it is asked for."""
+    whole = random_chats(9, vocab_size=VOCAB_SIZE, shortest=SEQ_LENGTH, longest=SEQ_LENGTH)  # a sample each
+    training = {"train_iters": None, "epochs": 1, "global_batch_size": 4}
+    assert with_steps(config_from_dict(chats_run(tmp_path, whole, training=training))).training.train_iters == 3
 
 
 def test_epochs_become_steps_which_the_run_records(tmp_path: Path, run_on_ranks: RunOnRanks) -> None:

@@ -43,10 +43,8 @@ def grid_of(kind: str, replicas: int, backend: str | None = None) -> Any:
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as these choices look: a GPU with Transformer Engine."""
     monkeypatch.setattr(machine_choices.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(machine_choices.torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(machine_choices.torch.cuda, "is_bf16_supported", lambda: True)
     monkeypatch.setattr(machine_choices, "resolve_transformer_impl", lambda _wanted: "transformer_engine")
-    monkeypatch.setattr(machine_choices, "transformer_engine_problem", lambda: None)
 
 
 def chosen(kind: str, replicas: int, **sections: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Whole runs of a small model: resumed after any step, in other layouts, and ended by numbers that went bad."""
+"""Whole runs of a small model: resumed after any step, in other layouts."""
 
 import copy
 import shutil
@@ -13,13 +13,8 @@ from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.full_tensors import StoredTensors
 from megatron_fanformer.checkpoint.stored_files import common_values, read_table
 from megatron_fanformer.durable_files import write_atomically
-from megatron_fanformer.model.build import build_stages
-from megatron_fanformer.runtime.parallel import rank_grid
-from megatron_fanformer.runtime.seeding import seed_everything
-from megatron_fanformer.train.config import RunConfig, config_from_dict
+from megatron_fanformer.train.config import config_from_dict
 from megatron_fanformer.train.metrics import read_metrics
-from megatron_fanformer.train.optimizer import build_optimizer
-from megatron_fanformer.train.schedule import build_scheduler
 from tests.small_runs import SEQ_LENGTH, RunOnRanks, small_run, trainer_of, write_tokens
 from tests.train.layouts import gather, shards_of
 
@@ -166,55 +161,6 @@ def test_a_checkpoint_of_tp2_goes_on_in_another_layout(
     losses = [metrics["loss"] for metrics in read_metrics(tmp_path / "run")]
     expected = [metrics["loss"] for metrics in read_metrics(runs.straight)]
     assert losses == pytest.approx(expected[:stop], rel=SAME_LOSS, abs=0)
-
-
-# -- the model that is trained
-
-
-def pieces_around_a_step_without_gradient(values: dict[str, Any]) -> tuple[Any, Any]:
-    """Weight decay alone moves a weight then. All weights are away from zero."""
-    from megatron_fanformer.train.step import wrap_stages
-
-    config = config_from_dict(values)
-    with rank_grid(config.parallel, "cpu") as grid:
-        seed_everything(1)
-        (stage,) = build_stages(config.model, config.parallel, grid, dtype=torch.float32, seed=1)
-        for name, parameter in stage.named_parameters():
-            if name.endswith("bias"):
-                torch.nn.init.ones_(parameter)
-        before = shards_of([stage], grid)
-        update_without_gradient(config, wrap_stages([stage], config.parallel)[0])
-        return before, shards_of([stage], grid)
-
-
-def update_without_gradient(config: RunConfig, wrapped: Any) -> None:
-    optimizer = build_optimizer(config.optimizer, [wrapped])
-    build_scheduler(config.schedule, optimizer, config.optimizer, train_iters=20).step(1)
-    wrapped.zero_grad_buffer()
-    optimizer.zero_grad()
-    wrapped.start_grad_sync()
-    wrapped.finish_grad_sync()
-    optimizer.step()
-
-
-@pytest.mark.parametrize(
-    ("degrees", "untied"),
-    [
-        ({"use_distributed_optimizer": False}, False),
-        ({"data_parallel_size": 2}, False),
-        ({"pipeline_model_parallel_size": 2}, True),
-    ],
-)
-def test_weight_decay_falls_on_linear_weights_alone(
-    run_on_ranks: RunOnRanks, tmp_path: Path, tokens: str, degrees: dict[str, Any], untied: bool
-) -> None:
-    values = small_run(tokens, tmp_path, model={"untie_embeddings_and_output_weights": untied}, parallel=degrees)
-    ranks = run_on_ranks(world_size(values), pieces_around_a_step_without_gradient, values)
-    before, after = (gather([pieces[which] for pieces in ranks]) for which in (0, 1))
-    moved = {name for name in before if not torch.equal(before[name], after[name])}
-    linear = {name for name, weight in before.items() if weight.ndim == 2 and "embedding" not in name}
-    assert moved == linear
-    assert ("output_layer.weight" in moved) is untied
 
 
 # -- a stop after any step
