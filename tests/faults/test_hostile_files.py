@@ -98,8 +98,8 @@ def test_checkpoints(place: tuple[str, str], write: Write, things: Things, tmp_p
     if place[1] not in UNREADABLE:  # whose sums would show it: here the readers alone are under test
         write_manifest(checkpoint, 2)
     for arguments in readers_of_a_run(things, run, tmp_path):
-        if place in hostile_files.TENSORS and arguments == ["inspect", str(run)]:
-            continue  # it reads none
+        if place in hostile_files.TENSORS and arguments[0] == "inspect":
+            continue  # it reads none but for their sums
         if place[0] == "tokenizer.json" and arguments[0] == "train":
             continue  # a run brings its own tokenizer
         assert_refused(arguments, tmp_path)
