@@ -47,10 +47,12 @@ UNKNOWN_ROLE = "unknown role"
 TOOL_CALLS = "tool calls are not a list of functions with a name, of the assistant"
 TOOLS = "tools are not a list of functions with a name"
 NO_ASSISTANT_TURN = "no assistant turn"
+NOT_A_WEIGHT = "weight, train or loss of an answer is neither 0 nor 1"
 
 # Reasons to leave out a conversation that was parsed.
 TOO_MANY_TOKENS = "longer than max_tokens"
 NOTHING_LEARNED = "nothing to learn"
+MARKS_OTHERS = "the template does not mark each answer, and some have weights"
 NOTHING_LEARNED_BEFORE_CUT = "nothing to learn within max_tokens"
 
 ROLES = {
@@ -60,6 +62,8 @@ ROLES = {
 }
 """The templates' names for the roles of a data set."""
 FIELDS = ("messages", "conversations", "prompt", "completion", "tools")
+WEIGHTS = ("weight", "train", "loss")
+"""Fields of an answer that is not learned where one of them is 0 or false."""
 
 
 class Chat(NamedTuple):
@@ -166,6 +170,8 @@ def _message(stated: Any) -> Message:
     if calls and (role != ASSISTANT or not isinstance(calls, list) or None in map(function_of, calls)):
         raise _Refused(TOOL_CALLS)
     text = None if content is None and calls else _text(content)
+    if role == ASSISTANT and any(stated.get(name) not in (None, 0, 1) for name in WEIGHTS):
+        raise _Refused(NOT_A_WEIGHT)
     others = {name: value for name, value in stated.items() if name not in ("from", "value") and value is not None}
     message = {**others, "role": role, "content": text}
     _refuse_surrogates(message)
@@ -266,7 +272,15 @@ class ChatEncoder:
 
     def _rendered(self, chat: Chat) -> RenderedChat:
         rendered = self._template.render(chat.messages, tools=chat.tools)
-        return rendered if self._settings.learn == "all" else rendered._replace(learned=rendered.learned[-1:])
+        answers = [message for message in chat.messages if message["role"] == ASSISTANT]
+        weights = [all(answer.get(name) != 0 for name in WEIGHTS) for answer in answers]
+        if all(weights):
+            weights = [True] * len(rendered.learned)
+        elif len(weights) != len(rendered.learned):
+            raise TemplateRefusal("answers have weights, and the template does not mark each of them", MARKS_OTHERS)
+        spans = list(zip(rendered.learned, weights, strict=True))
+        kept = spans if self._settings.learn == "all" else spans[-1:]
+        return rendered._replace(learned=[span for span, weight in kept if weight])
 
     def _at_length(self, ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool] | Refusal:
         """Return ids and mask, cut or padded to their length, and whether they were cut; or the refusal."""

@@ -12,11 +12,13 @@ from tokenizers import Tokenizer as Library
 
 from megatron_fanformer.data.chat_template import OLMO_TEMPLATE, ChatTemplate, encode_chat
 from megatron_fanformer.data.chats import open_chats
+from megatron_fanformer.data.manifest import ChatSettings, Settings
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.prepare import chats, documents
-from megatron_fanformer.prepare.chats import Chat, ChatParser
+from megatron_fanformer.prepare.chats import MARKS_OTHERS, NOTHING_LEARNED, Chat, ChatEncoder, ChatParser
 from megatron_fanformer.prepare.documents import DocumentFile, Refusal, parse_block
+from megatron_fanformer.prepare.encoding import choose_encoder
 from tests.data.chat_making import Messages, made_up_chats
 from tests.prepare.making import Prepare, WriteLines, prepare_files
 
@@ -82,6 +84,7 @@ def test_each_form_gives_the_same_messages(fields: dict[str, Any]) -> None:
         (b'{"messages": [{"role": "assistant", "content": ""}], "tools": [{"type": "function"}]}', chats.TOOLS),
         (b'{"messages": [{"role": "assistant", "content": ""}], "tools": "none"}', chats.TOOLS),
         (b'{"prompt": "x", "completion": [1]}', chats.CONTENT_NOT_TEXT),
+        (b'{"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}', chats.NOT_A_WEIGHT),
         (b'{"messages": [{"role": "narrator", "content": ""}]}', chats.UNKNOWN_ROLE),
         (b'{"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}', chats.TOOL_CALLS),
         (b'{"messages": [{"role": "user", "content": "x"}]}', chats.NO_ASSISTANT_TURN),
@@ -233,6 +236,39 @@ def test_the_ledger_accounts_for_every_line(
         assert [row["learned"] for row in rows] == [learned.sum() if length else 0 for length in kept]
         assert report.manifest.outputs[0].cut == outcomes.count("cut")
         assert f"6 lines read: {kept.count(whole)} conversations, {sum(kept)} tokens" in report.lines()[0]
+
+
+UNMARKED = OLMO_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration -%}", "")
+MARKS_ONCE = UNMARKED.replace("{% for", "{% generation %}x{% endgeneration %}{% for")
+
+
+@pytest.mark.parametrize("template", [OLMO_TEMPLATE, UNMARKED, MARKS_ONCE])
+@pytest.mark.parametrize("learn", ["all", "last"])
+def test_an_answer_that_is_not_to_be_learned_is_not(small_tokenizer_file: Path, template: str, learn: str) -> None:
+    """Of the first conversation's two answers the first, of the second's the last, of the third the only one."""
+    good, bad = {**ANSWER, "content": "Good.", "weight": 1}, {**ANSWER, "content": "Bad."}
+    weighed = [
+        [USER, {**bad, "weight": 0}, USER, good],
+        [USER, good, USER, {**bad, "train": False}],
+        [USER, {**bad, "loss": 0.0}],
+        [USER, good],
+    ]
+    block = b"\n".join(json.dumps({"messages": messages}).encode() for messages in weighed)
+    made = {"template": template, "template_variables": {"eos_token": "<|endoftext|>"}, "too_long": "cut"}
+    settings = ChatSettings(learn=learn, max_tokens=None, pad_id=None, **made)
+    tokenizer = load_tokenizer(small_tokenizer_file)
+    encoder = ChatEncoder(
+        choose_encoder(tokenizer, "sentencepiece", 0), Settings(text_field="", dtype="uint16", chat=settings)
+    )
+    found = encoder.encode(0, block)
+    text = tokenizer.decode(found.tokens[found.mask == 1].tolist())
+    refused = [reason for _, reason in found.refusals]
+    if template == MARKS_ONCE:  # which answer it marks is unknown
+        assert text == "x" and refused[:2] == [MARKS_OTHERS] * 2
+    elif learn == "all":
+        assert text == "Good." * 3 and refused == [NOTHING_LEARNED]
+    else:
+        assert text == "Good." * 2 and refused == [NOTHING_LEARNED] * 2
 
 
 @pytest.mark.full
