@@ -4,7 +4,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from megatron_fanformer.checkpoint.run_folder import VALIDATION_LOSS
 from megatron_fanformer.errors import DivergenceError, InputError
 from megatron_fanformer.evaluate.requests import TaskRequests
 from megatron_fanformer.evaluate.results import MetricValue
-from megatron_fanformer.evaluate.rows import evaluating, row_losses
+from megatron_fanformer.evaluate.rows import Stopped, evaluating, row_losses
 from megatron_fanformer.evaluate.scoring import (
     perplexity_metrics,
     perplexity_of_sets,
@@ -33,13 +33,19 @@ logger = logging.getLogger(__name__)
 
 
 class Evaluation:
-    """Evaluates a run's model at the steps that are due; every rank has one."""
+    """Evaluates a run's model at the steps that are due; every rank has one.
 
-    def __init__(self, config: RunConfig, survey: EvaluationSurvey, grid: RankGrid) -> None:
-        self._config, self._survey, self._grid = config, survey, grid
+    Args:
+        shall_stop: returns whether any rank has a request to stop; a collective call before each batch.
+    """
+
+    def __init__(
+        self, config: RunConfig, survey: EvaluationSurvey, grid: RankGrid, shall_stop: Callable[[], bool]
+    ) -> None:
+        self._config, self._survey, self._grid, self._shall_stop = config, survey, grid, shall_stop
 
     def metrics(self, step: int, stages: list[Any], valid: Mapping[str, Any]) -> dict[str, float]:
-        """Return the metrics that are due after a step.
+        """Return the metrics that are due after a step; after a request to stop, those that were complete by then.
 
         Args:
             stages: the chunks of this rank's stage, their weights up to date.
@@ -52,13 +58,15 @@ class Evaluation:
         started = time.monotonic()
         validates, evaluates = self._intervals_due(step)
         metrics: dict[str, float] = {}
-        if validates:
-            for name, dataset in valid.items():
+        try:
+            for name, dataset in valid.items() if validates else ():
                 metrics |= self._validation_loss(step, stages, name, dataset)
-        if evaluates and self._survey.sets:
-            metrics |= self._perplexity_metrics(step, stages)
-        if evaluates and self._survey.tasks:
-            metrics |= self._task_metrics(step, stages)
+            if evaluates and self._survey.sets:
+                metrics |= self._perplexity_metrics(step, stages)
+            if evaluates and self._survey.tasks:
+                metrics |= self._task_metrics(step, stages)
+        except Stopped:
+            logger.info("step %d  evaluation stopped; the rest is not measured", step)
         return {**metrics, "evaluation_seconds": time.monotonic() - started} if metrics else {}
 
     def is_due(self, step: int) -> bool:
@@ -73,7 +81,7 @@ class Evaluation:
 
     def _validation_loss(self, step: int, stages: list[Any], name: str, dataset: Any) -> dict[str, float]:
         iters = self._config.training.eval_iters
-        loss = evaluate_loss(stages, dataset, self._grid, self._config, eval_iters=iters)
+        loss = evaluate_loss(stages, dataset, self._grid, self._config, self._shall_stop, eval_iters=iters)
         if loss is None:
             samples = iters * self._config.training.global_batch_size
             raise InputError(
@@ -85,16 +93,17 @@ class Evaluation:
         return {f"{VALIDATION_LOSS}/{name}": loss}
 
     def _perplexity_metrics(self, step: int, stages: list[Any]) -> dict[str, float]:
-        batch_tokens = self._config.evaluation_batch_tokens
-        results = perplexity_of_sets(stages, self._survey.sets, self._grid, batch_tokens=batch_tokens)
+        options: Any = {"batch_tokens": self._config.evaluation_batch_tokens, "shall_stop": self._shall_stop}
+        results = perplexity_of_sets(stages, self._survey.sets, self._grid, **options)
         for name, result in results.items():
             _refuse_not_finite(step, f"the loss on {name}", result.loss)
             logger.info("step %d  %s: perplexity %.2f, loss %.4f", step, name, result.perplexity, result.loss)
         return perplexity_metrics(results)
 
     def _task_metrics(self, step: int, stages: list[Any]) -> dict[str, float]:
-        tasks, batch_tokens = self._survey.tasks, self._config.evaluation_batch_tokens
-        scores = scores_of_tasks(stages, tasks, self._grid, batch_tokens=batch_tokens, every_metric=False)
+        tasks: Mapping[str, TaskRequests] = self._survey.tasks
+        options: Any = {"batch_tokens": self._config.evaluation_batch_tokens, "shall_stop": self._shall_stop}
+        scores = scores_of_tasks(stages, tasks, self._grid, every_metric=False, **options)
         metrics: dict[str, float] = {}
         for name, task in tasks.items():
             values = task_metrics(task, scores[name])
@@ -126,17 +135,22 @@ def _refuse_not_finite(step: int, what: str, value: float) -> None:
 
 
 def evaluate_loss(
-    stages: list[Any], dataset: Any, grid: RankGrid, config: RunConfig, *, eval_iters: int
+    stages: list[Any],
+    dataset: Any,
+    grid: RankGrid,
+    config: RunConfig,
+    shall_stop: Callable[[], bool] = lambda: False,
+    *,
+    eval_iters: int,
 ) -> float | None:
-    """Return the mean cross entropy per token, in nats, over the first `eval_iters` global batches of a dataset.
-
-    None without tokens.
-    """
+    """Return the mean loss per token, in nats, of the first `eval_iters` global batches; None without tokens."""
     size, number = config.training.micro_batch_size, config.num_micro_batches(grid.data_parallel_size)
     batches = read_batches(config, grid, dataset, consumed_samples=0)
     sums = torch.zeros(2, dtype=torch.float64)  # of losses, of tokens
     with evaluating(stages):
         for _ in range(eval_iters):
+            if shall_stop():
+                raise Stopped
             taken = list(itertools.islice(batches, number))
             losses = row_losses(stages, iter(taken), grid, num_micro_batches=number, micro_batch_size=size)
             tokens = sum(int(batch["loss_mask"].sum()) for batch in taken)

@@ -72,7 +72,7 @@ class Trainer:
         self._build()
         self._saves = Checkpointer(config, grid, self._listener, note_saved=lambda: self._bad_steps.note_saved())
         self._num_micro_batches = config.num_micro_batches(grid.data_parallel_size)
-        self._evaluation = Evaluation(config, start.evaluation, grid)
+        self._evaluation = Evaluation(config, start.evaluation, grid, lambda: share(self._listener.now(), grid).stop)
         logged = config.logging
         self.profiler = Profiler(logged, grid, self.run)
         self._step_metrics = StepMetrics(config, grid, self._optimizer)

@@ -1,13 +1,16 @@
 """Evaluation in the loop: what it measures, that it changes nothing, and that it stops when asked to."""
 
 import hashlib
+import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from megatron_fanformer.errors import InputError
+from megatron_fanformer.checkpoint import run_folder
+from megatron_fanformer.errors import InputError, Interrupted
 from megatron_fanformer.train.config import config_from_dict
 from megatron_fanformer.train.metrics import metric_of, read_metrics
 from megatron_fanformer.train.preflight import find_start
@@ -84,6 +87,38 @@ def test_a_run_is_the_same_to_the_bit_with_and_without_evaluation(
         measured = {name: value for name, value in line.items() if name.startswith(("eval/", "validation"))}
         assert measured == pytest.approx({name: alone[name] for name in measured}, rel=SAME_SCORES)
     assert lines[-1]["evaluation_seconds"] > 0
+
+
+def train_and_signal(values: dict[str, Any], batches: int) -> tuple[int, str]:
+    """Train; rank 1 gets a signal in this batch of a perplexity set. The batches after it, and the run's last words."""
+    import megatron_fanformer.train.evaluation  # noqa: F401  keeps what it imports: its batches do not count
+    from megatron_fanformer.evaluate import rows
+
+    taken, right = 0, rows.row_losses
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        nonlocal taken
+        taken += 1
+        if taken == batches and torch.distributed.get_rank() == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return right(*arguments, **named)
+
+    with mock.patch.object(rows, "row_losses", counted), pytest.raises(Interrupted) as stopped:
+        small_runs.train(values)
+    return taken - batches, str(stopped.value)
+
+
+def test_a_signal_ends_an_evaluation_after_the_batch_and_the_step_is_saved(
+    run_on_ranks: RunOnRanks, tmp_path: Path, tokens: str, evaluated: Any
+) -> None:
+    run = tmp_path / "run"
+    values = small_run(tokens, run, **evaluated, parallel={"data_parallel_size": 2})
+    message = "stopped after step 3, saved; run the same command to continue"
+    assert run_on_ranks(2, train_and_signal, values, 1) == [(0, message)] * 2
+    last = read_metrics(run)[-1]
+    assert last["step"] == 3
+    assert {name for name in last if name in NAMES} == {"validation_loss/held-out", "evaluation_seconds"}
+    assert run_folder.latest_checkpoint(run) == run / run_folder.CHECKPOINTS / "step-00000003"
 
 
 # -- before anything is loaded
