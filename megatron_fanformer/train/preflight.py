@@ -24,10 +24,12 @@ from megatron_fanformer.data.check import (
 )
 from megatron_fanformer.data.fingerprint import (
     DataFingerprint,
+    another_tokenizer,
     fingerprint_data,
     fingerprint_from_plain,
     resumed_fingerprint,
 )
+from megatron_fanformer.data.manifest import read_manifest
 from megatron_fanformer.data.mixes import Mix, ordered
 from megatron_fanformer.data.sample_counts import SampleCounts
 from megatron_fanformer.data.tokenizer import load_tokenizer
@@ -126,12 +128,18 @@ def find_start(
     if problems := machine_problems(config):
         raise InputError("\n".join(problems))
     data = check_data(config)
+    identity = _identity(config, data, candidates if config.recovery.use_earlier_checkpoint else candidates[:1])
+    sources = [source for blend in (data.train, *data.mixes.values()) for source in blend.sources]
+    manifests = [read_manifest(prefix) for source in sources for prefix in source.prefixes]
+    made_by = [manifest.tokenizer.sha256 for manifest in manifests if manifest]
+    if identity.tokenizer and (other := another_tokenizer(made_by, identity.tokenizer, "data.tokenizer")):
+        logger.warning("training data were made with %s, which goes into every checkpoint; name theirs", other)
     return RunStart(
         candidates=candidates,
         damaged=damaged,
         loaded=loaded,
         data=data,
-        identity=_identity(config, data, candidates if config.recovery.use_earlier_checkpoint else candidates[:1]),
+        identity=identity,
         train_iters=config.training.steps,
         evaluation=evaluation,
         events=tuple(read_events(run)) if candidates else (),

@@ -10,12 +10,14 @@ import pytest
 
 from megatron_fanformer.checkpoint import run_folder, stored_files
 from megatron_fanformer.checkpoint.stored_files import SavedProgress
+from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.inspect.checkpoint import describe_run
 from megatron_fanformer.inspect.step import inspect_step
 from megatron_fanformer.train.config import config_from_dict
 from megatron_fanformer.train.metrics import read_metrics
 from megatron_fanformer.train.preflight import RunStart, find_start
+from tests.data.token_making import write_manifest
 from tests.small_runs import SEQ_LENGTH, RunOnRanks, small_run, write_tokens
 from tests.train.test_trainer import train
 
@@ -103,6 +105,27 @@ def test_a_replaced_file_is_refused_or_its_change_recorded(
     assert {name: last[name] for name in last if name.startswith("data/") and name.endswith("tokens")} == {
         "data/tokens/tokens": 3 * STEP_TOKENS
     }
+
+
+def test_training_data_of_another_tokenizer_are_told(
+    tmp_path: Path, small_tokenizer_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which goes into every checkpoint."""
+    prefix = write_tokens(tmp_path / "tokens")
+    values = small_run(
+        prefix, tmp_path / "run", model={"vocab_size": 600}, data={"tokenizer": str(small_tokenizer_file)}
+    )
+    write_manifest(prefix, dtype="uint16", max_token_id=0)
+    manifest = Path(f"{prefix}.manifest.json")
+    text = manifest.read_text()
+    for digest, warning in (
+        ("", ""),
+        (sha256_of(small_tokenizer_file), ""),
+        ("f" * 64, "training data were made with another tokenizer (SHA-256 ffffffffffff…) than data.tokenizer"),
+    ):
+        manifest.write_text(text.replace('"tokenizer.json",\n    "sha256": ""', f'"", "sha256": "{digest}"'))
+        start(values)
+        assert warning in caplog.text and ("made with" in caplog.text) == bool(warning)
 
 
 def test_a_checkpoint_that_records_no_data_is_gone_on_from_with_a_notice(
