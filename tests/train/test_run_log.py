@@ -86,7 +86,7 @@ def test_a_run_says_the_same_on_the_terminal_with_a_log_file(
     assert lines[lines.index(saved) + 1] == f"complete: 2 steps, 128 tokens, in {tmp_path / 'run'}"
     text = (tmp_path / "rank-00000.log").read_text()
     assert f"INFO rank 0 megatron_fanformer.train.saves: {saved}" in text
-    assert "DEBUG rank 0 megatron_fanformer.data.check: checked 1 pairs" in text
+    assert "DEBUG rank 0 megatron_fanformer.checkpoint.saving: writing step 2" in text
 
 
 def test_every_rank_of_several_writes_its_own(
