@@ -102,12 +102,7 @@ def parsed_arguments(flags: list[str], world_size: int) -> Any:
 
 
 def pretrain(flags: list[str], environment: Mapping[str, str], *, ranks: int = 1) -> dict[int, float]:
-    """Losses by step of Megatron's own training loop (tests/gpu/pretrain_stock.py), by its log.
-
-    Args:
-        flags: its, without those that say what is logged.
-        environment: of its processes, one for each of `ranks`.
-    """
+    """Losses by step of Megatron's own training loop (tests/gpu/pretrain_stock.py), by its log, in a process a rank."""
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / f"rank-{rank}.log" for rank in range(ranks)]
         command = [
@@ -118,16 +113,10 @@ def pretrain(flags: list[str], environment: Mapping[str, str], *, ranks: int = 1
         try:
             for rank, log in enumerate(logs):
                 place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+                env = {**environment, **place, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
                 with log.open("w") as output:
-                    processes.append(
-                        subprocess.Popen(
-                            command,
-                            cwd=ROOT,
-                            env={**environment, **place, "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
-                            stdout=output,
-                            stderr=subprocess.STDOUT,
-                        )
-                    )
+                    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT)
+                processes.append(process)
             codes = [process.wait() for process in processes]
         finally:
             for process in processes:
@@ -148,9 +137,8 @@ def stock_model(model: FANformerConfig, parallel: ParallelConfig, spec: list[str
     from megatron.training.models.gpt import GPTModelBuilder
     from megatron.training.models.hybrid import HybridModelBuilder
 
-    args = parsed_arguments(
-        command_line(model, parallel, spec, has_engine=has_engine), torch.distributed.get_world_size()
-    )
+    flags = command_line(model, parallel, spec, has_engine=has_engine)
+    args = parsed_arguments(flags, torch.distributed.get_world_size())
     with contextlib.redirect_stdout(io.StringIO()):  # it tells how it pads the vocabulary
         groups = ProcessGroupCollection.use_mpu_process_groups()
         if args.hybrid_layer_pattern:

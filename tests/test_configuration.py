@@ -61,7 +61,6 @@ def test_values_become_the_dataclass() -> None:
         ({"count": True}, "count is true; it must be an integer"),
         ({}, "count is missing; it must be an integer"),
         ({"count": 1, "kind": "c"}, 'kind is "c"; it must be one of a, b or null'),
-        ({"count": 1, "names": {"a": 1}}, 'names is {"a": 1}; it must be a list of text'),
         ({"count": 1, "names": [1]}, "names is [1]; it must be a list of text"),
         ({"count": 1, "inner": {"rate": float("inf")}}, "inner.rate is Infinity; it must be a finite number"),
         ({"count": 1, "inner": {"rate": True}}, "inner.rate is true; it must be a finite number"),
@@ -95,11 +94,8 @@ def test_overrides_are_yaml_laid_over_values_field_by_field() -> None:
 
 def test_aliases_are_read_and_a_key_stands_once() -> None:
     merged = {"lr": 4e-4, "beta": 1}
-    assert yaml_value("{a: &a {lr: 4e-4}, b: {<<: *a, beta: 1}, c: [*a, *a]}") == {
-        "a": {"lr": 4e-4},
-        "b": merged,
-        "c": [{"lr": 4e-4}] * 2,
-    }
+    aliased = yaml_value("{a: &a {lr: 4e-4}, b: {<<: *a, beta: 1}, c: [*a, *a]}")
+    assert aliased == {"a": {"lr": 4e-4}, "b": merged, "c": [{"lr": 4e-4}] * 2}
     with pytest.raises(ValueError, match="model stands twice in one mapping"):
         yaml_value("model: {}\ndata: {}\nmodel: {}")
 

@@ -121,12 +121,8 @@ def test_two_nodes_under_torchrun_learn_what_one_node_does(run_on_ranks: RunOnRa
     example = EXAMPLES / "tiny-cpu.yaml"
     arguments = ["--config", str(example), *overrides("nodes")]
     meeting = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NPROC_PER_NODE": "1"}
-    nodes = [
-        start_program(
-            "bash", str(EXAMPLES / "torchrun.sh"), *arguments, environment={**meeting, "NODE_RANK": str(node)}
-        )
-        for node in (0, 1)
-    ]
+    command = ["bash", str(EXAMPLES / "torchrun.sh"), *arguments]
+    nodes = [start_program(*command, environment={**meeting, "NODE_RANK": str(node)}) for node in (0, 1)]
     for node in nodes:
         _, errors = node.communicate(timeout=PATIENCE_SECONDS)
         assert node.returncode == 0, errors
@@ -161,9 +157,7 @@ def run_slurm_script(
 ) -> tuple[int, list[str], list[str]]:
     """Run slurm.sh where Slurm's commands only tell what they are asked; its exit code, srun's words and scontrol's.
 
-    Args:
-        codes: with which the ranks end, one after the other.
-        listed: the nodes that Slurm gives the job.
+    The ranks end with `codes`, one after the other; Slurm gives the job the nodes `listed`.
     """
     (folder / "codes").write_text("".join(f"{code}\n" for code in codes))
     (folder / "srun.calls").touch()
@@ -256,9 +250,8 @@ def test_the_slurm_script_starts_as_many_ranks_as_a_node_has_gpus_in_a_container
 def test_the_slurm_script_finds_the_address_of_an_interface(
     tmp_path: Path, shown: str, address: str | None, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    code, srun, _ = run_slurm_script(
-        tmp_path, [0], INTERFACE="ib0", SHOWN=shown and f"4: ib0    {shown} scope global ib0"
-    )
+    line = shown and f"4: ib0    {shown} scope global ib0"
+    code, srun, _ = run_slurm_script(tmp_path, [0], INTERFACE="ib0", SHOWN=line)
     assert (code, len(srun)) == ((0, 1) if address else (2, 0))
     assert all(line.startswith(f"{address} 22345 ") for line in srun)
     assert ("node-7 has no IPv4 address on INTERFACE ib0; name another" in capfd.readouterr().err) == (address is None)

@@ -104,17 +104,13 @@ def test_a_pod_passes_its_end_on_and_tells_that_the_ranks_stopped(manifest: dict
 def test_after_a_failed_check_there_is_time_to_cordon_the_node(
     manifest: dict[str, Any], code: int, slept: str, tmp_path: Path
 ) -> None:
-    check = start_check(manifest, tmp_path, code)
+    """With stand-ins for the check, which ends with a code, and for `sleep`."""
+    [container] = parts(manifest)[1]["initContainers"]
+    (tmp_path / "slept").touch()
+    write_program(tmp_path / "python3", f'echo "$*" >> {tmp_path}/lines; exit {code}')
+    write_program(tmp_path / "sleep", f"echo $1 >> {tmp_path}/slept")
+    check = start_container(container, tmp_path)
     assert check.wait(timeout=PATIENCE_SECONDS) == code
     command = "-m torch.distributed.run --standalone --nproc-per-node 8 examples/check_nodes.py"
     assert (tmp_path / "lines").read_text() == f"{command}\n"
     assert (tmp_path / "slept").read_text() == slept
-
-
-def start_check(manifest: dict[str, Any], folder: Path, code: int) -> "subprocess.Popen[bytes]":
-    """The check of node 3, with a stand-in for it that ends with a code, and one for `sleep`."""
-    [check] = parts(manifest)[1]["initContainers"]
-    (folder / "slept").touch()
-    write_program(folder / "python3", f'echo "$*" >> {folder}/lines; exit {code}')
-    write_program(folder / "sleep", f"echo $1 >> {folder}/slept")
-    return start_container(check, folder)

@@ -65,28 +65,19 @@ REPLACED = {
 }
 
 
-def here(seams: dict[str, Seam]) -> list[Any]:
-    """The entries that the installed version has."""
-    return [pytest.param(name, seam, id=name) for name, seam in seams.items() if Version(seam.since) <= INSTALLED]
+SEAMS = {name: seam for name, seam in {**PRIVATE, **REPLACED}.items() if Version(seam.since) <= INSTALLED}
 
 
-@pytest.mark.parametrize(("name", "seam"), here({**PRIVATE, **REPLACED}))
-def test_each_is_what_it_was(name: str, seam: Seam) -> None:
-    assert seam.reason
-    original = source_of(name)
-    if seam.parameters:
-        assert original is not None, f"megatron-core {INSTALLED} has no function {name}: {seam.reason}"
-        names = [argument.arg for argument in (*original.args.posonlyargs, *original.args.args)]
-        assert tuple(names[: len(seam.parameters)]) == seam.parameters, (
-            f"{name} of megatron-core {INSTALLED} is another"
-        )
-    else:
-        assert has(name), f"megatron-core {INSTALLED} has no {name}: {seam.reason}"
-
-
-def has(name: str) -> bool:
+@pytest.mark.parametrize("name", SEAMS)
+def test_each_is_what_it_was(name: str) -> None:
+    reason, parameters, _ = SEAMS[name]
     owner, _, last = name.rpartition(".")
-    return hasattr(resolved(owner), last)
+    assert hasattr(resolved(owner), last), f"megatron-core {INSTALLED} has no {name}: {reason}"
+    if parameters:
+        original = source_of(name)
+        assert original is not None, f"megatron-core {INSTALLED} has no function {name}: {reason}"
+        names = [argument.arg for argument in (*original.args.posonlyargs, *original.args.args)]
+        assert tuple(names[: len(parameters)]) == parameters, f"{name} of megatron-core {INSTALLED} is another"
 
 
 def resolved(name: str) -> Any:
@@ -155,15 +146,14 @@ def used_privates(root: Path = ROOT) -> Iterator[str]:
                     each.name for each in node.body if isinstance(each, ast.FunctionDef) and is_private(each.name)
                 }
                 yield from (f"megatron.core.{name}" for name in methods & names_in_megatron())
-            if not isinstance(node, ast.Attribute | ast.Name | ast.ImportFrom):
-                continue
-            if isinstance(node, ast.ImportFrom):
+            elif isinstance(node, ast.ImportFrom):
                 names = [f"{node.module}.{alias.name}" for alias in node.names if is_private(alias.name)]
                 yield from (name for name in names if name.startswith("megatron.core"))
+            elif not isinstance(node, ast.Attribute | ast.Name):
                 continue
-            name = dotted(node, imported)
-            if name and name.startswith("megatron.core") and is_private(name.rpartition(".")[2]):
-                yield name
+            elif (name := dotted(node, imported)) and name.startswith("megatron.core"):
+                if is_private(name.rpartition(".")[2]):
+                    yield name
             elif not name and isinstance(node, ast.Attribute) and node.attr in names_in_megatron() - own:
                 yield f"megatron.core.{node.attr}"
 

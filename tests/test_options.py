@@ -16,15 +16,7 @@ import pytest
 from megatron_fanformer import cli
 from megatron_fanformer.cli import main
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.options import (
-    Verb,
-    add_options,
-    argument,
-    command_line,
-    count_of,
-    option,
-    overrides,
-)
+from megatron_fanformer.options import Verb, add_options, argument, command_line, count_of, option, overrides
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,13 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fanformer.processes import (
-    NOTHING_LOST,
-    STOP_SIGNALS,
-    manual_gc,
-    seconds_since_start,
-    usable_cores,
-)
+from megatron_fanformer.processes import NOTHING_LOST, STOP_SIGNALS, manual_gc, seconds_since_start, usable_cores
 from tests.patience import PATIENCE_SECONDS, is_running, wait_until
 
 WORKS = """

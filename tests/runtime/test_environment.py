@@ -38,7 +38,6 @@ def set_for(run: RunShape, **given: str) -> dict[str, str]:
     ("run", "connections", "priority", "margin"),
     [
         (ANY_SHAPE, "1", None, None),  # a process that may take any layout
-        (shape(), "1", None, None),
         (shape(replicas=8), "32", "1", "20"),
         (shape(TP_2, replicas=4), "1", "1", "20"),
         (shape(TP_2, replicas=4, is_after_hopper=True), "32", "1", "20"),

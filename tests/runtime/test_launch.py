@@ -65,6 +65,11 @@ def losses(run: Path) -> list[tuple[int, float]]:
     return [(metrics["step"], metrics["loss"]) for metrics in read_metrics(run)]
 
 
+def address_at(port: int, rank: int = 0, size: int = 2) -> devices.RankAddress:
+    numbers = {"rank": rank, "world_size": size, "local_rank": rank, "local_world_size": size, "master_port": port}
+    return devices.RankAddress(**numbers, master_address="127.0.0.1")
+
+
 LOCAL = "0100007F"  # 127.0.0.1, as the kernel writes it
 
 
@@ -79,9 +84,8 @@ def listened_at(process: int) -> set[str]:
     for descriptor in Path(f"/proc/{process}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
             sockets.add(os.readlink(descriptor))
-    lines = [
-        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
-    ]
+    texts = (Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6"))
+    lines = [line.split() for text in texts for line in text.splitlines()[1:]]
     is_listening = "0A"
     return {line[1].split(":")[0] for line in lines if line[3] == is_listening and f"socket:[{line[9]}]" in sockets}
 
@@ -90,21 +94,15 @@ def test_ranks_meet_at_a_launchers_store_and_anew_after_a_restart(monkeypatch: p
     store = loopback_store()
     assert listened_at(os.getpid()) == {LOCAL}
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    address = devices.RankAddress(
-        rank=0, world_size=2, local_rank=0, local_world_size=2, master_address="127.0.0.1", master_port=store.port
-    )
-    first = store_of_ranks(address, timedelta(seconds=PATIENCE_SECONDS))
+    first = store_of_ranks(address_at(store.port), timedelta(seconds=PATIENCE_SECONDS))
     first.set("key", "value")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert not store_of_ranks(address, timedelta(seconds=PATIENCE_SECONDS)).check(["key"])
+    assert not store_of_ranks(address_at(store.port), timedelta(seconds=PATIENCE_SECONDS)).check(["key"])
 
 
 def test_a_first_rank_that_is_not_reached_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    address = devices.RankAddress(
-        rank=1, world_size=2, local_rank=1, local_world_size=2, master_address="127.0.0.1", master_port=1
-    )
     with pytest.raises(FanformerError, match=r"^rank 1 of 2 cannot meet the others at tcp://127\.0\.0\.1:1 "):
-        store_of_ranks(address, timedelta(seconds=1))
+        store_of_ranks(address_at(1, rank=1), timedelta(seconds=1))
 
 
 class Met(Exception):
@@ -122,9 +120,8 @@ def test_the_limit_of_ranks_is_in_minutes(minutes: int, meeting: int, monkeypatc
 
     monkeypatch.setattr(dist, "init_process_group", join)
     runtime = RuntimeConfig(device="cpu", threads_per_rank=torch.get_num_threads(), distributed_timeout_minutes=minutes)
-    port = loopback_store().port
-    alone = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1, "master_address": "127.0.0.1"}
-    with pytest.raises(Met), parallel.process_group(runtime, devices.RankAddress(**alone, master_port=port)):
+    alone = address_at(loopback_store().port, size=1)
+    with pytest.raises(Met), parallel.process_group(runtime, alone):
         pass
     assert given == [timedelta(minutes=meeting), timedelta(minutes=minutes)]
 
@@ -134,10 +131,8 @@ def test_a_run_that_a_signal_stopped_goes_on_as_if_it_had_not(
     run_on_ranks: Callable[..., list[Any]], tmp_path: Path, tokens: str, workers: int
 ) -> None:
     """The signal reaches loader workers too, whose batches the step in progress still needs."""
-    sections: dict[str, Any] = {
-        "parallel": TP2,
-        "training": {"train_iters": 20, "global_batch_size": 8, "micro_batch_size": 4},
-    }
+    training = {"train_iters": 20, "global_batch_size": 8, "micro_batch_size": 4}
+    sections: dict[str, Any] = {"parallel": TP2, "training": training}
     values = small_run(tokens, tmp_path / "stopped", data={"num_workers": workers}, **sections)
     config = str(write_config(tmp_path / "config.yaml", values))
     process = start_command("train", "--config", config)
@@ -153,9 +148,8 @@ def test_a_run_that_a_signal_stopped_goes_on_as_if_it_had_not(
     assert [line for line in rest if not line.startswith("step ")][3:] == []
     assert errors.splitlines() == ["megatron-fanformer: stopped on SIGTERM, saved; run the same command to continue"]
     steps_before = len(losses(tmp_path / "stopped"))
-    assert [folder.name for folder in (tmp_path / "stopped" / "checkpoints").glob("step-*")] == [
-        f"step-{steps_before:08d}"
-    ]
+    saved = [folder.name for folder in (tmp_path / "stopped" / "checkpoints").glob("step-*")]
+    assert saved == [f"step-{steps_before:08d}"]
 
     message = run_on_ranks(2, train_here, values)  # what `train` does on a rank that it started
     assert any(line.startswith(f"continuing after step {steps_before}") for line in message[0])
@@ -178,14 +172,9 @@ def test_the_error_of_the_rank_that_failed_is_shown_and_no_others(tmp_path: Path
 @pytest.mark.parametrize(
     ("error", "launched_here", "already_reported", "waited"),
     [
-        (
-            FanformerError("the run's folder is gone"),
-            True,
-            True,
-            [launch.CLOSING_SECONDS],
-        ),  # the launcher cuts it short
-        (FanformerError("the run's folder is gone"), False, True, [launch.PEER_FAILURE_WAIT_SECONDS]),
-        (FanformerError("the run's folder is gone"), True, False, []),
+        (FanformerError("it is gone"), True, True, [launch.CLOSING_SECONDS]),  # the launcher cuts it short
+        (FanformerError("it is gone"), False, True, [launch.PEER_FAILURE_WAIT_SECONDS]),
+        (FanformerError("it is gone"), True, False, []),
         (Interrupted("stopped after step 2"), True, True, []),  # for these it waits
     ],
 )

@@ -41,12 +41,10 @@ def test_types_read_as_megatron_core_wants_them(dtype: str) -> None:
     assert tensor.type(torch.float64).dtype == torch.float64
 
 
-@pytest.mark.parametrize("factory", ["empty", "tensor"])
-def test_the_device_of_a_with_block_is_the_factories_device_still(factory: str) -> None:
-    arguments = {"tensor": ([1, 2],)}.get(factory, (2,))
+def test_the_device_of_a_with_block_is_the_factories_device_still() -> None:
     with torch.device("meta"):
-        assert getattr(torch, factory)(*arguments).device.type == "meta"
-    assert getattr(torch, factory)(*arguments).device.type == "cpu"
+        assert torch.empty(2).device.type == torch.tensor([1, 2]).device.type == "meta"
+    assert torch.empty(2).device.type == torch.tensor([1, 2]).device.type == "cpu"
 
 
 @pytest.mark.full
@@ -67,10 +65,7 @@ import megatron_fanformer.{module}
 assert not {{*"{needless} setuptools".split()}} & set(sys.modules)
 import torch.distributed.fsdp, torch.utils.cpp_extension, megatron_fanformer.{later}
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    subprocess.run([sys.executable, "-c", code], timeout=PATIENCE_SECONDS, check=True)
 
 
 def test_what_was_left_out_is_imported_when_it_is_called() -> None:

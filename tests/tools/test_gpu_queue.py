@@ -7,7 +7,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -58,14 +57,10 @@ def statuses(output: Path) -> dict[str, str]:
 def test_a_part_that_fails_does_not_keep_the_next_from_running(
     queue: Any, make: Callable[..., Any], tmp_path: Path
 ) -> None:
+    share, ratio = ["found.json", "share"], ["found.json", "ratio", {"of": 1}, "two"]
     goals = [
-        {"name": "share", "figure": ["found.json", "share"], "at_least": 0.58},
-        {
-            "name": "ratio",
-            "figure": ["found.json", "ratio", {"of": 1}, "two"],
-            "over": ["found.json", "share"],
-            "at_most": 3,
-        },
+        {"name": "share", "figure": share, "at_least": 0.58},
+        {"name": "ratio", "figure": ratio, "over": share, "at_most": 3},
     ]
     parts = [
         make("first", writes(share=0.5, ratio=[{"of": 1, "two": 1.0}, {"of": 2}]), goals=goals),
@@ -138,9 +133,7 @@ parts = [gpu_queue.Part(name=n, decides=n, minutes=9, commands={{"0": line}}, ne
 sys.exit(gpu_queue.main(["--output", {str(tmp_path)!r}], parts))
 """
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not (tmp_path / "one" / "begun").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until((tmp_path / "one" / "begun").exists, process)
     process.send_signal(signal.SIGTERM)
     message, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 5
@@ -161,7 +154,9 @@ def test_the_parts_come_after_what_they_need(queue: Any) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(3600)  # a dozen minutes on two idle cores
 def test_the_check_of_a_machine_rehearsed(tmp_path: Path) -> None:
-    done = _run("--rehearse", "--only", *CHECKED, "--output", str(tmp_path))
+    command = [sys.executable, str(TOOL), "--rehearse", "--only", *CHECKED, "--output", str(tmp_path)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0"}  # test processes hide GPUs, this one too
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     files = [file.stem for file in (ROOT / "tests" / "gpu").glob("test_*.py")]
     logs = {file: (tmp_path / "tests" / f"{file}.log").read_text() for file in files}
     assert done.returncode == 0, f"{done.stdout}\n{''.join(logs.values())[-20_000:]}"
@@ -174,10 +169,3 @@ def test_the_check_of_a_machine_rehearsed(tmp_path: Path) -> None:
         assert found["failed"] == [] and len(found["cases"]) >= 4
     for file in ("fan-activation/fan.jsonl", "loss-head/head.jsonl"):
         assert [json.loads(line) for line in (tmp_path / file).read_text().splitlines()]
-
-
-def _run(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    # Test processes hide GPUs, this one too.
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0"}
-    command = [sys.executable, str(TOOL), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -51,8 +51,6 @@ def lines(file: Path) -> list[dict[str, Any]]:
     [
         ({"License_Expression": "Apache-2.0 WITH LLVM-exception AND MIT"}, "Apache-2.0 WITH LLVM-exception AND MIT"),
         ({"License_Expression": "MIT AND GPL-3.0-only"}, None),
-        ({"License": "Apache License, Version 2.0"}, "Apache License, Version 2.0"),
-        ({"License": "NVIDIA Proprietary Software"}, None),
         ({"Classifier": ["License :: OSI Approved :: MIT License", "License :: Other/Proprietary License"]}, None),
         ({}, None),
     ],

@@ -1,6 +1,8 @@
-"""The benchmark of training on a model of a few thousand weights: whole, and sums that must hold."""
+"""The benchmarks run on what is small, and their sums hold."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -11,6 +13,7 @@ import torch
 
 from megatron_fanformer.ops import cpu_kernels
 from megatron_fanformer.plan.machines import load_machine
+from tests.prepare.making import as_line
 from tests.small_runs import ROOT, small_run, write_config
 
 
@@ -57,17 +60,46 @@ def test_a_gpu_is_held_to_its_own_data_sheet(monkeypatch: pytest.MonkeyPatch, na
     assert line["share_of_peak"] == expected and (line["predicted_step_seconds"] is None) == (peak is None)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--case", "F"], "--case F: it has no model; write fanformer"),
-        (["--case", "F", "fanfromer"], "'fanfromer' is no model"),
-        (["--json", "none/report.json"], "--json none/report.json is not a file in a folder that exists"),
-    ],
-)
-def test_wrong_arguments_are_refused_in_one_line(
-    bench: Callable[..., int], options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+def test_a_case_that_names_no_model_is_refused_in_one_line(
+    bench: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert bench(*options) == 2
+    assert bench("--case", "F", "fanfromer") == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert message in line
+    assert "'fanfromer' is no model" in line
+
+
+def objects(*options: str) -> list[dict[str, Any]]:
+    command = [sys.executable, str(ROOT / "tools" / "bench_kernels.py"), *options, "--json"]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.full
+def test_the_fan_activation() -> None:
+    size = ["--device", "cpu", "--tokens", "16", "--repeats", "2", "--hidden-size", "64"]
+    results = objects("fan", *size)
+    ways = [(dtype, "eager", way) for dtype in ("fp32", "bf16") for way in ("forward", "backward")]
+    assert [(result["dtype"], result["form"], result["direction"]) for result in results] == ways
+    # 16 tokens: 48 rows read and 64 columns written; 32 columns of X_F and its 64 gradients read, 48 written.
+    moved = [result["bytes_per_second"] * result["seconds"] for result in results[:2]]
+    assert moved == pytest.approx([16 * 112 * 4, 16 * 144 * 4])
+
+
+@pytest.mark.full
+def test_the_loss_head() -> None:
+    size = ["--device", "cpu", "--tokens", "64", "--repeats", "1", "--hidden-size", "16", "--vocab-size", "1024"]
+    plain, chunked = objects("loss-head", *size, "--dtypes", "fp32")
+    assert (plain["case"], chunked["case"]) == ("plain", "chunked")
+    assert plain["time_ratio"] == plain["memory_ratio"] == 1 and chunked["seconds"] > 0
+
+
+@pytest.mark.full
+def test_prepare_beside_a_plain_loop(tmp_path: Path, olmo_tokenizer_file: Path) -> None:
+    corpus, work = tmp_path / "a.jsonl", tmp_path / "work"
+    corpus.write_bytes(b"".join(as_line(f"document {number}") + b"\n" for number in range(5)))
+    command = [sys.executable, str(ROOT / "tools" / "bench_prepare.py"), "--corpus", str(corpus), "--work", str(work)]
+    options = ["--tokenizer", str(olmo_tokenizer_file), "--workers", "1", "--turns", "1"]
+    printed = subprocess.run([*command, *options], check=True, capture_output=True, text=True).stdout.splitlines()
+    *_, ours, loop, last = printed
+    assert ours.startswith("prepare, gigatoken") and loop.startswith("encode_files")
+    assert last == "the same tokens" and list(work.iterdir()) == []
