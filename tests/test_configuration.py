@@ -90,6 +90,7 @@ def test_overrides_are_yaml_laid_over_values_field_by_field() -> None:
     merged = overlaid(values, changes)
     assert merged == {"a": {"x": 1, "y": {"z": 3}, "w": 5e-4}, "b": {"c": [1, "two"]}, "d": {"e": None}}
     assert values == {"a": {"x": 1, "y": {"z": 2}}, "b": None}
+    assert overlaid(values, read_overrides(["--a.y", "{w: 2}"]))["a"] == {"x": 1, "y": {"w": 2}}
 
 
 def test_aliases_are_read_and_a_key_stands_once() -> None:
@@ -98,10 +99,6 @@ def test_aliases_are_read_and_a_key_stands_once() -> None:
     assert aliased == {"a": {"lr": 4e-4}, "b": merged, "c": [{"lr": 4e-4}] * 2}
     with pytest.raises(ValueError, match="model stands twice in one mapping"):
         yaml_value("model: {}\ndata: {}\nmodel: {}")
-
-
-def test_a_mapping_given_as_one_value_takes_the_place_of_all() -> None:
-    assert overlaid({"a": {"m": {"x": 1}}}, read_overrides(["--a.m", "{y: 2}"])) == {"a": {"m": {"y": 2}}}
 
 
 # -- earlier names
@@ -137,6 +134,7 @@ def test_every_earlier_name_is_of_a_field(tmp_path: Path) -> None:
 def test_of_two_names_the_present_one_counts_and_an_override_before_the_file(tmp_path: Path) -> None:
     moved, earlier = moved_names({"parallel": {"device": "cpu"}, "runtime": {"device": "cuda"}}, MOVED_FIELDS)
     assert (moved, earlier) == ({"parallel": {}, "runtime": {"device": "cuda"}}, ["parallel.device"])
+    assert moved_names({"a": 3}, {"a.b": "c.d"}) == ({"a": 3}, [])  # only out of sections
     file = write_config(tmp_path / "config.yaml", small_run("x", tmp_path))
     assert load_config(file, ["--parallel.device", "cuda"]).runtime.device == "cuda"
 
@@ -168,7 +166,3 @@ def test_fields_are_described_from_the_source() -> None:
         ("names", "a list of text", "[]", "Of whom."),
         ("inner.rate", "a finite number", "0.5", "How fast; in metres."),
     ]
-
-
-def test_names_move_only_out_of_sections() -> None:
-    assert moved_names({"a": 3}, {"a.b": "c.d"}) == ({"a": 3}, [])

@@ -14,16 +14,11 @@ from megatron_fanformer.cli import _describe, main
 from megatron_fanformer.errors import FanformerError, InputError, escaped, redacted
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("s3://key:secret@bucket/run", "s3://…@bucket/run"),
-        ("s3://key:sec/ret@bucket/run", "s3://…@bucket/run"),
-        ("ssh://user@host/run and file:///disk/a@b", "ssh://…@host/run and file:///disk/a@b"),
-    ],
-)
-def test_urls_are_shown_without_users_and_passwords(text: str, shown: str) -> None:
-    assert redacted(text) == shown
+def test_urls_are_shown_without_users_and_passwords() -> None:
+    for user in ("key:secret", "key:sec/ret"):
+        assert redacted(f"s3://{user}@bucket/run") == "s3://…@bucket/run"
+    shown = "ssh://…@host/run and file:///disk/a@b"
+    assert redacted(shown.replace("…", "user")) == shown
 
 
 @pytest.mark.parametrize("error", [InputError, FanformerError, RuntimeError])
@@ -64,10 +59,7 @@ def test_untrusted_text_moves_no_cursor() -> None:
     assert escaped("Größe 北京") == "Größe 北京"
 
 
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [(errno.ENOENT, 2), (errno.EACCES, 2), (errno.ENOSPC, 1), (errno.EIO, 1)],
-)
-def test_a_path_that_the_system_refuses_is_the_users_error_and_a_failing_disk_is_not(number: int, code: int) -> None:
-    message, found = _describe(OSError(number, "the reason", "the path"))
-    assert found == code and message.startswith("the path cannot be used (the reason); ")
+def test_a_path_that_the_system_refuses_is_the_users_error_and_a_failing_disk_is_not() -> None:
+    for number, code in ((errno.ENOENT, 2), (errno.EACCES, 2), (errno.ENOSPC, 1), (errno.EIO, 1)):
+        message, exit_code = _describe(OSError(number, "the reason", "the path"))
+        assert exit_code == code and message.startswith("the path cannot be used (the reason); ")

@@ -91,8 +91,8 @@ def test_a_pod_starts_its_ranks_and_ends_with_their_highest_code(
 
 
 def test_a_pod_passes_its_end_on_and_tells_that_the_ranks_stopped(manifest: dict[str, Any], tmp_path: Path) -> None:
-    pod = start_pod(manifest, tmp_path, ["waits"] * 8)
     (tmp_path / "lines").touch()
+    pod = start_pod(manifest, tmp_path, ["waits"] * 8)
     wait_until(lambda: (tmp_path / "lines").read_text().count("\n") == 8)
     time.sleep(0.2)
     pod.terminate()

@@ -119,8 +119,8 @@ def imports_of(tree: ast.AST) -> dict[str, str]:
 
 
 @functools.cache
-def sources(root: Path = ROOT) -> list[ast.Module]:
-    return [ast.parse(path.read_text()) for path in sorted(root.rglob("*.py"))]
+def sources() -> list[ast.Module]:
+    return [ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))]
 
 
 def is_private(name: str) -> bool:
@@ -135,10 +135,10 @@ def names_in_megatron() -> set[str]:
     return set(re.findall(r"(?:def |self\.)(_[a-z]\w*)", text)) - STANDARD
 
 
-def used_privates(root: Path = ROOT) -> Iterator[str]:
+def used_privates() -> Iterator[str]:
     """Private names of megatron-core's modules, those that an object of its may have, and overridden methods."""
-    own = {name for tree in sources(root) for name in assigned(tree)}
-    for tree in sources(root):
+    own = {name for tree in sources() for name in assigned(tree)}
+    for tree in sources():
         imported = imports_of(tree)
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef) and is_of_megatron(node, imported):
@@ -174,12 +174,8 @@ def assigned(tree: ast.AST) -> Iterator[str]:
             yield node.target.id
 
 
-def shortened(names: Iterator[str]) -> set[str]:
-    return {name.removeprefix("megatron.core.") for name in names}
-
-
 def test_no_other_private_name_is_used() -> None:
     listed = {*PRIVATE, *(name.rpartition(".")[2] for name in PRIVATE)}  # of an object the last name is seen
-    used = shortened(used_privates())
+    used = {name.removeprefix("megatron.core.") for name in used_privates()}
     assert used <= listed
     assert {name.rpartition(".")[2] for name in used} == {name.rpartition(".")[2] for name in PRIVATE}

@@ -74,19 +74,14 @@ def test_every_dependency_has_its_reason_in_the_contributors_table() -> None:
 # -- the sdist and the wheel
 
 
-@pytest.fixture(scope="module")
-def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of both, built from a copy of this checkout."""
-    folder = tmp_path_factory.mktemp("release")
-    shutil.copytree(ROOT, folder / "source", ignore=NOT_RELEASED)
-    words = ["build", "--no-isolation", "--outdir", str(folder / "dist"), str(folder / "source")]
+@pytest.mark.full
+def test_the_sdist_and_the_wheel_are_whole(tmp_path: Path) -> None:
+    """Built from a copy of this checkout."""
+    released = tmp_path / "dist"
+    shutil.copytree(ROOT, tmp_path / "source", ignore=NOT_RELEASED)
+    words = ["build", "--no-isolation", "--outdir", str(released), str(tmp_path / "source")]
     done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return folder / "dist"
-
-
-@pytest.mark.full
-def test_the_sdist_and_the_wheel_are_whole(released: Path) -> None:
     (sdist,), (wheel,) = released.glob("*.tar.gz"), released.glob("*.whl")
     assert sdist.name == f"megatron_fanformer-{__version__}.tar.gz"
     with tarfile.open(sdist) as archive:

@@ -90,18 +90,13 @@ def test_a_value_that_contradicts_the_run_is_refused_and_nothing_is_set() -> Non
     assert env == {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
 
 
-@pytest.mark.parametrize(
-    ("given", "home"), [({}, "{}/nvidia/cudnn"), ({"CUDNN_PATH": "mine"}, None)], ids=["none", "path"]
-)
-def test_the_cudnn_beside_torch_unless_another_is_named(
-    given: dict[str, str], home: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cudnn_beside_torch_unless_another_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "nvidia" / "cudnn" / "lib").mkdir(parents=True)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "nvidia", raising=False)
-    env = dict(given)
-    environment.prepare(env=env)
-    assert env.get("CUDNN_HOME") == (home and home.format(tmp_path))
+    for env, home in (({}, str(tmp_path / "nvidia" / "cudnn")), ({"CUDNN_PATH": "mine"}, None)):
+        environment.prepare(env=env)
+        assert env.get("CUDNN_HOME") == home
 
 
 AT_TORCH = """

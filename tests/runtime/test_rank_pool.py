@@ -33,13 +33,9 @@ def die_on(rank: int) -> None:
     dist.barrier()
 
 
-def wait_for_ever() -> None:
-    time.sleep(3600)
-
-
 def tell_and_wait_for_ever() -> None:
     print(os.getpid(), flush=True)
-    wait_for_ever()
+    time.sleep(3600)
 
 
 def import_nothing() -> None:
@@ -62,7 +58,7 @@ def test_a_job_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(rank_pool, "END_SECONDS", 0.1)  # it never ends by itself
     refused = pytest.raises(JobFailed, match="took longer than 1 s on 1 ranks")
     with RankPool(job_seconds=1, prepare=import_nothing) as pool, refused:
-        pool.run(1, wait_for_ever)
+        pool.run(1, tell_and_wait_for_ever)
 
 
 OWNER = """
