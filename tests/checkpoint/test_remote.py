@@ -17,7 +17,7 @@ from megatron_fanformer import stores
 from megatron_fanformer.checkpoint import remote, run_folder
 from megatron_fanformer.checkpoint.manifest import MANIFEST, read_manifest
 from megatron_fanformer.checkpoint.remote import Mirror, RemoteRun, fetch_checkpoint, fetch_newer
-from megatron_fanformer.errors import CorruptError, FanformerError, InputError, redacted
+from megatron_fanformer.errors import CorruptError, FanformerError, InputError
 from tests.checkpoint.stores import WEIGHTS, FailingFiles, needs_server, s3_server, save, step_names, there, verified
 
 STORES = ["file", pytest.param("s3", marks=[pytest.mark.full, needs_server])]
@@ -294,10 +294,3 @@ def test_a_url_names_a_run_or_one_of_its_checkpoints_and_is_fetched_once(tmp_pat
     for missing in (f"file://{tmp_path}/none", later):
         with pytest.raises(InputError):
             fetch_checkpoint(missing, cache, message.append)
-
-
-def test_a_driver_that_is_missing_is_told(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="a driver that is not installed"):
-        fetch_checkpoint("nosuchstore://user:secret@host/run", tmp_path, print)
-    assert redacted("open sftp://user:secret@host/run failed") == "open sftp://…@host/run failed"
-    assert redacted("sftp://user@host, s3://bucket/a@b") == "sftp://…@host, s3://bucket/a@b"

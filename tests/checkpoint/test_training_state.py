@@ -62,14 +62,8 @@ CASES = [
     *(pair(*each) for each in PAIRS),
     *(pair(a, b, full=True) for a in LAYOUTS for b in LAYOUTS if (a, b) not in PAIRS),
     pair("tp2", "tp1-plain", "bf16"),
-    pair("tp2-sp-plain", "dp2", "bf16", full=True),
-    pair("dp2-plain", "vpp2", "bf16", full=True),
-    pair("pp2", "tp2-sp-plain", "bf16", full=True),
-    pair("fan-sequence-plain", "dp2-overlap", "bf16", full=True),
     pair("pp2", "tp1-plain", untie_embeddings_and_output_weights=True),
     pair("tp2-sp-plain", "dp2", fan=FFN),
-    pair("tp2-dp2", "tp2", "bf16", full=True, fan=FFN),
-    pair("tp2", "tp2-dp2", full=True, fan=FFN),
     pair("pp2", "tp2-dp2", "bf16", full=True, fan=FFN),
 ]
 

@@ -49,10 +49,6 @@ def test_too_little_text_for_the_vocabulary_is_an_input_error(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_papers_tokenizer_ends_a_text_with_50279(olmo: Tokenizer) -> None:
-    assert (olmo.eod_id, olmo.vocab_size) == (50279, 50280)
-
-
 def test_settings_for_fixed_lengths_in_the_file_do_not_cut_documents(
     olmo_tokenizer_file: Path, olmo: Tokenizer, tmp_path: Path
 ) -> None:
