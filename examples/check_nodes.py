@@ -66,7 +66,7 @@ def main() -> int:
         return 1
     rows = compared(facts, address.local_world_size, tolerance)
     if address.rank == 0:
-        print("\n".join(table(["node", *FIGURES, ""], rows, align="lrrrrl", width=None)), flush=True)
+        print("\n".join(table(["node", *FIGURES, ""], rows, align="lrrrrl")), flush=True)
     dist.barrier()  # a launcher ends the others once one has failed
     dist.destroy_process_group()
     return int(any(row[-1] for row in rows))

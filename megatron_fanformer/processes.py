@@ -63,6 +63,7 @@ def signals_to(handler: Callable[[signal.Signals], None]) -> Iterator[None]:
         number: signal.signal(number, lambda number, _frame: handler(signal.Signals(number)))
         for number in (*numbers, SAVE_SIGNAL)
     }
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, before)  # examples/slurm.sh holds them back until there are handlers
     try:
         yield
     finally:

@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fanformer.processes import NOTHING_LOST, STOP_SIGNALS, manual_gc, seconds_since_start, usable_cores
+from megatron_fanformer.processes import (
+    NOTHING_LOST,
+    STOP_SIGNALS,
+    manual_gc,
+    seconds_since_start,
+    signals_to,
+    usable_cores,
+)
 from tests.patience import PATIENCE_SECONDS, is_running, wait_until
 
 WORKS = """
@@ -56,6 +63,16 @@ def ignore_no_signal() -> None:
 def start(code: str, *arguments: str) -> "subprocess.Popen[str]":
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=ignore_no_signal)
+
+
+def test_a_signal_that_was_held_back_before_there_was_a_handler_arrives() -> None:
+    """As those of a rank that examples/slurm.sh starts."""
+    heard: list[signal.Signals] = []
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    os.kill(os.getpid(), signal.SIGUSR1)
+    with signals_to(heard.append):
+        pass
+    assert heard == [signal.SIGUSR1]
 
 
 def line_of(process: "subprocess.Popen[str]") -> str:
