@@ -69,7 +69,7 @@ def test_a_signal_that_was_held_back_before_there_was_a_handler_arrives() -> Non
     """As those of a rank that examples/slurm.sh starts."""
     heard: list[signal.Signals] = []
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-    os.kill(os.getpid(), signal.SIGUSR1)
+    signal.raise_signal(signal.SIGUSR1)  # to this thread: others of this process hold nothing back
     with signals_to(heard.append):
         pass
     assert heard == [signal.SIGUSR1]
