@@ -119,7 +119,7 @@ def _is_by_engine(kernels: KernelsConfig) -> bool:
 
 
 def _leave_as_it_is(_weight: torch.Tensor) -> None:
-    """Initialize nothing."""
+    pass
 
 
 def stage_class() -> type[Stage]:
@@ -153,7 +153,7 @@ def build_stages(
         stage_type: None: `stage_class()`.
     """
     precision, stage_type = precision or PrecisionConfig(), stage_type or stage_class()
-    by_engine = resolve_transformer_impl(kernels.transformer_impl) == "transformer_engine"
+    by_engine = _is_by_engine(kernels)
     if by_engine:
         from megatron_fanformer.model import te_layers
 
@@ -265,16 +265,10 @@ def draw_weight(config: FANformerConfig, name: str, shape: tuple[int, ...], gene
 
 def initial_std(config: FANformerConfig, name: str) -> float:
     """Return the standard deviation of the matrix of that global name."""
-    if name.endswith("linear_proj.weight"):
-        variance = 1 / (2 * config.hidden_size * _depth(name))
-    elif name.endswith("linear_fc2.weight"):
-        variance = 1 / (2 * config.ffn_hidden_size * _depth(name))
-    else:
-        variance = 1 / config.hidden_size
-    return variance**0.5
-
-
-def _depth(name: str) -> int:
+    widths = {"linear_proj.weight": config.hidden_size, "linear_fc2.weight": config.ffn_hidden_size}
+    width = next((width for ending, width in widths.items() if name.endswith(ending)), None)
+    if width is None:
+        return (1 / config.hidden_size) ** 0.5
     match = _LAYER.search(name)
     assert match, f"{name} is not a layer's weight"
-    return int(match[1]) + 1
+    return (1 / (2 * width * (int(match[1]) + 1))) ** 0.5

@@ -58,9 +58,7 @@ class FANConfig:
         return self.p_ratio if self.v_p_ratio is None else self.v_p_ratio
 
     def outputs(self, hidden_size: int, value_size: int) -> list[tuple[int, float]]:
-        """Return width and p_ratio of the outputs of attention's FAN map: X_F, and the values where a FAN layer makes
-        them.
-        """
+        """Return width and p_ratio of attention's FAN outputs: X_F, and the values where a FAN layer makes them."""
         return PLACEMENTS[self.placement].outputs(self, hidden_size, value_size)
 
     def problems(self) -> list[str]:
@@ -186,11 +184,6 @@ class FANformerConfig:
         return self.placement.qkv_rows(self)
 
     @property
-    def sharded_fan_outputs(self) -> list[tuple[int, float]]:
-        """Width and p_ratio of the FAN outputs whose maps' rows tensor parallel ranks share (in the `column` form)."""
-        return [(fan_map.width, fan_map.p_ratio) for fan_map in self.placement.maps(self)]
-
-    @property
     def ffn_maps(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Rows and columns of the feed-forward network's two matrices."""
         return self.placement.ffn_maps(self)
@@ -247,17 +240,13 @@ class FANformerConfig:
 
 
 def p_ratio_of(periodic_size: int, hidden_size: int) -> float:
-    """Return the p_ratio that gives `periodic_size` rows: the plain quotient, or its next float up where that
-    truncates.
-    """
+    """Return the p_ratio that gives `periodic_size` rows: the quotient, or its next float up where that truncates."""
     p_ratio = periodic_size / hidden_size
     return p_ratio if int(p_ratio * hidden_size) == periodic_size else math.nextafter(p_ratio, 1.0)
 
 
 def nearest_p_ratio(p_ratio: float, width: int, ranks: int) -> float | None:
-    """Return the p_ratio nearest to the given one whose p and g rows of that width divide over the ranks; None if
-    none.
-    """
+    """Return the p_ratio nearest to this one whose p and g rows of that width divide over the ranks; None if none."""
     if width % ranks:
         return None
     largest = width // 2 // ranks * ranks

@@ -109,9 +109,7 @@ class FANRowParallelLinear(_FANLayer, RowParallelLinear):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: ShardedOffsets = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """Return the columns under those of the canonical [cos p1, sin p1, g1], whatever the layout; the bias is
-        whole.
-        """
+        """Return columns under those of the canonical [cos p1, sin p1, g1], whatever the layout; the bias is whole."""
         state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         if self.shard.ranks > 1:
             columns = [
@@ -124,7 +122,6 @@ class FANRowParallelLinear(_FANLayer, RowParallelLinear):
 
 
 def _shard(width: int, fan: FANConfig, tp_group: dist.ProcessGroup) -> FANShard:
-    """Return one rank's part of the rows that make an output of that width, and so of the features that they make."""
     return FANShard.of_rank(tp_group.rank(), tp_group.size(), [FANOutput.of_width(width, fan.p_ratio)])
 
 

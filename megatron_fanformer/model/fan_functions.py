@@ -65,11 +65,7 @@ class FANShard(NamedTuple):
 
     @classmethod
     def of_rank(cls, rank: int, ranks: int, whole: Sequence[FANOutput]) -> "FANShard":
-        """Return a rank's part of whole outputs.
-
-        Raises:
-            ValueError: their rows do not divide over the ranks.
-        """
+        """Return a rank's part of whole outputs, whose rows must divide over the ranks."""
         for periodic, linear in whole:
             if periodic % ranks or linear % ranks:
                 raise ValueError(
@@ -127,9 +123,7 @@ class Exchanged(NamedTuple):
 
 
 class Activation(NamedTuple):
-    """Computes [cos p, sin p, g] of each output, whole on each rank, from all ranks' p | g, and brings gradients
-    back.
-    """
+    """Computes [cos p, sin p, g] of each output, whole on each rank, from all ranks' p | g; and gradients back."""
 
     shard: FANShard
     group: dist.ProcessGroup | None

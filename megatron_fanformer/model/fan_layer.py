@@ -122,9 +122,7 @@ class FANProjection(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Sequence[tuple[int, int, int]] = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """Return the map's rows under their places in the canonical [p | g] maps, which neither layout nor form
-        changes.
-        """
+        """Return the map's rows under their places in the canonical [p | g] maps, whatever the layout and form."""
         linear: Any = self.linear  # a module whose class the layer spec chooses
         state = linear.sharded_state_dict(f"{prefix}linear.", sharded_offsets, metadata)
         for name in ("weight", "bias"):
@@ -206,7 +204,6 @@ def canonical_factory(
 
     @torch.no_grad()
     def build(key: str, tensor: Tensor, replica_id: Any, _flattened_range: Any) -> list[ShardedTensor]:
-        """Return the parameter, as the ranges that it is."""
         prefix = key.removesuffix(name)  # by now with the layer's global number, or an optimizer state's name
         shards = []
         for range_ in ranges:

@@ -26,22 +26,11 @@ from torch import Tensor
 from megatron_fanformer.model.config import FANConfig, TransformerImpl
 from megatron_fanformer.model.layer_spec import final_norm, layer_spec, resolve_transformer_impl
 from megatron_fanformer.model.stages import Layers, Stage
-from megatron_fanformer.runtime.layout import FANForm
 
 
-def stack_spec(
-    fan: FANConfig | None = None,
-    transformer_impl: TransformerImpl = "auto",
-    fan_form: FANForm = "column",
-    *,
-    fp8_fan: bool = False,
-    recompute_fan: bool = False,
-    qk_layernorm: bool = False,
-) -> ModuleSpec:
+def stack_spec(fan: FANConfig | None = None, transformer_impl: TransformerImpl = "auto", **options: Any) -> ModuleSpec:
     """Return a stack whose `*` and `-` are the two halves of `layer_spec`'s layer, with the same arguments."""
-    layer = layer_spec(
-        fan, transformer_impl, fan_form, fp8_fan=fp8_fan, recompute_fan=recompute_fan, qk_layernorm=qk_layernorm
-    ).submodules
+    layer = layer_spec(fan, transformer_impl, **options).submodules
     renamed = layer.sharded_state_dict_keys_map
     attention = TransformerLayerSubmodules(
         input_layernorm=layer.input_layernorm,

@@ -26,11 +26,7 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.attention import exchanging_heads
 from megatron_fanformer.model.config import FANConfig, TransformerImpl
 from megatron_fanformer.model.fan_layer import ActivatedColumnParallelLinear
-from megatron_fanformer.model.local_layers import (
-    ReplicatedLinear,
-    RMSNorm,
-    TorchCoreAttention,
-)
+from megatron_fanformer.model.local_layers import ReplicatedLinear, RMSNorm, TorchCoreAttention
 from megatron_fanformer.model.placements import PLACEMENTS
 from megatron_fanformer.runtime.layout import FANForm
 
@@ -40,21 +36,15 @@ def transformer_engine_problem() -> str | None:
     """Return why Transformer Engine cannot be used here, or None."""
     try:
         import megatron.core.extensions.transformer_engine as extension
+
+        if extension.HAVE_TE:
+            return None
+        importlib.import_module(
+            "transformer_engine.pytorch"
+        )  # megatron-core takes a missing dependency for its absence
     except Exception as error:  # a broken installation raises whatever its libraries raise
         return f"it does not import ({type(error).__name__}: {error})"
-    return None if extension.HAVE_TE else _import_problem()
-
-
-def _import_problem() -> str:
-    """Return why megatron-core sees no Transformer Engine: it mistakes a missing dependency for its absence."""
-    try:
-        importlib.import_module("transformer_engine.pytorch")
-    except ModuleNotFoundError as error:
-        if error.name and error.name.split(".")[0] != "transformer_engine":
-            return f"it needs the module {error.name}, which is not installed"
-    except ImportError as error:
-        return f"it does not import ({error})"
-    return "it is not installed"
+    return "megatron-core does not see it"
 
 
 def resolve_transformer_impl(wanted: TransformerImpl) -> Literal["local", "transformer_engine"]:

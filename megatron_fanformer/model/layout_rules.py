@@ -19,27 +19,18 @@ def layout_problems(model: FANformerConfig, parallel: ParallelConfig) -> list[st
 
 def _tensor_problems(model: FANformerConfig, tensor: int) -> Iterator[str]:
     size = f"parallel.tensor_model_parallel_size {tensor}"
-    if model.num_attention_heads % tensor:
-        yield (
-            f"{size} does not divide model.num_attention_heads {model.num_attention_heads}; "
-            f"choose one of {_divisors_of(model.num_attention_heads)}"
+    heads, groups = model.num_attention_heads, model.query_groups
+    # Ranks may share a group, but not where it has values of its own; its rows have equal parts all the same.
+    shares = not model.placement.has_own_values
+    sizes = [n for n in divisors(heads) if not groups % n or (shares and not n % groups and not model.qkv_rows % n)]
+    if tensor not in sizes:
+        of_groups = (
+            "" if groups == heads else f", or not into whole or equally shared groups (model.num_query_groups {groups})"
         )
-    groups = model.query_groups
-    if groups != model.num_attention_heads and groups % tensor:
-        if model.placement.has_own_values:
-            yield f"{size} does not divide model.num_query_groups {groups}; choose one of {_divisors_of(groups)}"
-        elif tensor % groups:
-            yield (
-                f"{size} neither divides nor is a multiple of model.num_query_groups {groups}; "
-                f"choose one of {_divisors_of(groups)}"
-            )
-        elif model.qkv_rows % tensor:  # ranks that share a group have equal parts of its rows all the same
-            heads = divisors(model.num_attention_heads)
-            sizes = [n for n in heads if model.qkv_rows % n == 0 and 0 in (groups % n, n % groups)]
-            yield (
-                f"{size} does not divide the {model.qkv_rows} rows of queries, keys and values; choose one of "
-                f"{', '.join(map(str, sizes))}"
-            )
+        yield (
+            f"{size} does not divide model.num_attention_heads {heads}{of_groups}; choose one of "
+            f"{', '.join(map(str, sizes))}"
+        )
     for name in ("ffn_hidden_size", "padded_vocab_size"):
         if getattr(model, name) % tensor:
             yield f"{size} does not divide model.{name} {getattr(model, name)}; change one of them"
@@ -50,7 +41,7 @@ def _fan_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[
     if parallel.recomputes("fan"):
         yield from model.placement.recompute_problems(model, tensor)
     if parallel.fan_form == "sequence":  # every rank holds the whole map
-        if model.placement.fan_forms and parallel.fan_form not in model.placement.fan_forms:
+        if model.placement.is_fanformer and not model.has_fan:
             yield (
                 f"parallel.fan_form is sequence at model.fan.placement {model.fan.placement}, whose maps tensor "
                 "parallel ranks share; set it to column"
@@ -82,9 +73,11 @@ def _pipeline_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iter
     first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
     layers = parallel.layers_per_stage(model.num_layers)
     if layers is None and first is None and last is None:
+        rest = model.num_layers - -(-model.num_layers // stages) * (stages - 1)
+        uneven = f", or set parallel.num_layers_in_last_pipeline_stage to {rest}" if rest > 0 else ""
         yield (
             f"parallel.pipeline_model_parallel_size {stages} does not divide model.num_layers {model.num_layers}; "
-            f"choose one of {_divisors_of(model.num_layers)}{_uneven(model.num_layers, stages)}"
+            f"choose one of {_divisors_of(model.num_layers)}{uneven}"
         )
     elif layers is None:
         yield (
@@ -123,13 +116,6 @@ def _own_layout_problems(model: FANformerConfig, parallel: ParallelConfig) -> It
             f"parallel.recompute_num_layers {unit} does not divide the layers of every chunk of "
             "parallel.pipeline_model_parallel_layout, as method uniform needs; set it to 1, or the method to block"
         )
-
-
-def _uneven(num_layers: int, stages: int) -> str:
-    """Return the fields that give this number of stages anyway, with a shorter last stage."""
-    layers = -(-num_layers // stages)
-    last = num_layers - layers * (stages - 1)
-    return f", or set parallel.num_layers_in_last_pipeline_stage to {last}" if last > 0 else ""
 
 
 def _sequence_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[str]:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_fanformer.configuration import moved_names, value_problems, yaml_value
+from megatron_fanformer.configuration import value_problems, yaml_value
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.config import KernelsConfig, TransformerImpl
 from megatron_fanformer.model.layout_rules import graph_problems
-from megatron_fanformer.runtime.layout import MOVED_FIELDS, ParallelConfig
+from megatron_fanformer.runtime.layout import ParallelConfig
 
 SINGLE = "one process"
 
@@ -30,7 +30,6 @@ OVERLAP = "overlap"  # short for both kinds
 OVERLAPPED = ("overlap_grad_reduce", "overlap_param_gather")
 
 KERNEL_FIELDS = tuple(field.name for field in dataclasses.fields(KernelsConfig))
-MOVED_KERNELS = {old: new for old, new in MOVED_FIELDS.items() if new.startswith("kernels.")}
 
 
 @dataclass(frozen=True)
@@ -59,11 +58,8 @@ def single_process(transformer_impl: TransformerImpl = "auto") -> Layout:
 def parse_layout(text: str, transformer_impl: TransformerImpl = "auto") -> Layout:
     """Return the layout that `text` describes; the other fields are as in one process.
 
-    Names are those of `parallel` and `kernels` in a configuration, those that `kernels` had before, and short ones
-    (`SHORT_NAMES`, and `overlap` for both kinds).
-
-    Raises:
-        InputError: it cannot be read, or breaks a rule of `Layout`.
+    Names are those of `parallel` and `kernels` in a configuration, and short ones (`SHORT_NAMES`, and `overlap` for
+    both kinds).
     """
     layout = laid_over(single_process(transformer_impl), layout_fields(text), text)
     if problems := layout.problems():
@@ -72,53 +68,30 @@ def parse_layout(text: str, transformer_impl: TransformerImpl = "auto") -> Layou
 
 
 def laid_over(base: Layout, fields: Mapping[str, Any], text: str) -> Layout:
-    """Return a layout with other values of those fields.
-
-    Args:
-        text: where they were read, for errors.
-
-    Raises:
-        InputError: there is no such field, or it has no such value.
-    """
+    """Return a layout with other values of those fields, which were read in `text`."""
     kernels = {name: value for name, value in fields.items() if name in KERNEL_FIELDS}
     parallel = {name: value for name, value in fields.items() if name not in kernels}
-    values = moved_names({"parallel": parallel, "kernels": kernels}, MOVED_KERNELS)[0]
-    problems = [
-        *value_problems(values["parallel"], ParallelConfig),
-        *value_problems(values["kernels"], KernelsConfig),
-    ]
-    if problems:
+    if problems := [*value_problems(parallel, ParallelConfig), *value_problems(kernels, KernelsConfig)]:
         raise InputError("\n".join(f"layout {text!r}: {problem}" for problem in problems))
-    return Layout(
-        dataclasses.replace(base.parallel, **values["parallel"]),
-        dataclasses.replace(base.kernels, **values["kernels"]),
-    )
+    return Layout(dataclasses.replace(base.parallel, **parallel), dataclasses.replace(base.kernels, **kernels))
 
 
 def layout_fields(text: str) -> dict[str, Any]:
-    """Return the fields of a layout's text, by their long names.
-
-    Raises:
-        InputError: it cannot be read.
-    """
+    """Return the fields of a layout's text, by their long names."""
     fields: dict[str, Any] = {}
     for item in filter(None, COMMA_BETWEEN_ITEMS.split(text.replace(" ", ""))):
         name, has_value, value = item.partition("=")
         if not has_value:
             raise InputError(f"layout {text!r}: {item!r} has no value; write it as in tp=2,sp=true")
         names = OVERLAPPED if name == OVERLAP else (SHORT_NAMES.get(name, name),)
-        fields.update(dict.fromkeys(names, _value(text, value)))
+        try:
+            fields.update(dict.fromkeys(names, yaml_value(value)))
+        except ValueError:
+            raise InputError(f"layout {text!r}: {value!r} is not a value; write it as in tp=2,sp=true") from None
     if "recompute_granularity" in fields:
         layers = ("uniform", 1) if fields["recompute_granularity"] == "full" else (None, None)
         fields = {**dict(zip(("recompute_method", "recompute_num_layers"), layers, strict=True)), **fields}
     return fields
-
-
-def _value(text: str, value: str) -> Any:
-    try:
-        return yaml_value(value)
-    except ValueError:
-        raise InputError(f"layout {text!r}: {value!r} is not a value; write it as in tp=2,sp=true") from None
 
 
 def own_layout(parallel: ParallelConfig, kernels: KernelsConfig) -> tuple[str, Layout]:

@@ -57,7 +57,7 @@ class LossHead(ColumnParallelLinear):
         return taken
 
     def note_z_losses(self, log_sum_c: Tensor, mask_c: Tensor) -> None:
-        """Add a chunk's to that sum."""
+        """Add a chunk's z-losses to that sum."""
         if self.z_loss_coefficient:
             sum_of_squares = (log_sum_c.double().square() * mask_c).sum()
             before = 0.0 if self._z_losses is None else self._z_losses

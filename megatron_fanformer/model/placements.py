@@ -8,8 +8,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from megatron_fanformer.runtime.layout import FANForm
-
 if TYPE_CHECKING:
     from megatron_fanformer.model.config import FANConfig, FANformerConfig
 
@@ -42,11 +40,7 @@ class LayerTensor(NamedTuple):
     """True if a model of that placement has it."""
 
     def rows_of_group(self, heads_of_group: int, head_size: int) -> tuple[int, ...]:
-        """Return the rows of queries, keys and values in each query group, of a matrix that has them interleaved; none
-        of others.
-
-        Queries of all groups are one matrix, and so are keys and values, as in Megatron-LM.
-        """
+        """Return the rows of queries, keys and values in each query group of an interleaved matrix; none of others."""
         rows = dict(zip(QKV_PARTS, (heads_of_group * head_size, head_size, head_size), strict=True))
         return tuple(rows[part] for part in self.hf if part in rows)
 
@@ -130,19 +124,12 @@ class Placement:
     """The layer's structure in one sentence."""
     reference_fields: ClassVar[Mapping[str, Any] | None] = {"block_type": "sequential", "use_ATF": False}
     """Fields of the authors' configuration that state it; None: they have no such model."""
-    fan_forms: ClassVar[Mapping[FANForm, str]] = {}
-    """The tensor parallel forms of its FAN maps, `column` first, and their names in a comparison of layouts."""
     has_own_values: ClassVar[bool] = False
     """True if a FAN layer makes the values, which then lie in another tensor than queries and keys."""
     has_engine_layers: ClassVar[bool] = True
     """True if Transformer Engine's layers can compute it."""
     has_fan_mlp: ClassVar[bool] = False
     """True if FAN layers take the place of the MLP."""
-    rows_are_of: ClassVar[str] = ""
-    """A phrase for people that says which layer's rows `maps` has, where there are several."""
-    ffn_unit: ClassVar[int] = 1
-    """Multiple that d_ff is rounded to, in units of a SwiGLU's, so that ranks which divide the one divide its rows
-    too."""
 
     # -- tensors
 
@@ -219,7 +206,7 @@ class Placement:
         return get_mlp_module_spec_for_backend(backend=LocalBackend(), use_te_activation_func=True)
 
     def mlp_fields(self, *, on_cpu: bool) -> dict[str, Any]:
-        """Return the fields of megatron-core's configuration for the MLP."""
+        """Return fields of megatron-core's configuration."""
         from torch.nn.functional import silu
 
         return {
@@ -276,7 +263,6 @@ class QKV(Placement):
     is_fanformer = is_in_attention = True
     attention_tensors: ClassVar[tuple[LayerTensor, ...]] = (*FAN_TENSORS, linear_qkv("att_proj.linear.weight"))
     reference_fields: ClassVar[Mapping[str, Any]] = {"block_type": "sequential", "use_ATF": True}
-    fan_forms: ClassVar[Mapping[FANForm, str]] = {"column": "FAN column", "sequence": "FAN sequence"}
 
     def outputs(self, fan: "FANConfig", hidden_size: int, value_size: int) -> list[tuple[int, float]]:
         """Return X_F alone."""
@@ -373,11 +359,8 @@ class FFN(Placement):
         *fan_tensors(SECOND, (ROWS_2, F), None, "mlp.fan_2"),
     )
     reference_fields = None
-    fan_forms: ClassVar[Mapping[FANForm, str]] = {"column": "FAN layers for the FFN"}
     has_engine_layers = False
     has_fan_mlp = True
-    rows_are_of = " in the first layer"
-    ffn_unit = 4
 
     def maps(self, model: "FANformerConfig") -> list[FANMap]:
         """Return the first layer's: ranks share the columns of the second map, and so no row of it."""

@@ -97,10 +97,10 @@ def _with_rows_that_divide(model: FANformerConfig, small: FANformerConfig, unit:
     """
     replaced: dict[str, Any] = {}
     names = ("p_ratio", "v_p_ratio")
-    sizes = zip(names, small.sharded_fan_outputs, model.sharded_fan_outputs, strict=False)
-    for name, (width, p_ratio), (full_width, _) in sizes:
+    sizes = zip(names, small.placement.maps(small), model.placement.maps(model), strict=False)
+    for name, (*_, width, p_ratio), full in sizes:
         periodic = int(p_ratio * width)
-        if int(p_ratio * full_width) and not periodic:
+        if int(p_ratio * full.width) and not periodic:
             replaced[name] = nearest_p_ratio(unit / width, width, unit)
         elif periodic % unit or (width - 2 * periodic) % unit:
             replaced[name] = nearest_p_ratio(p_ratio, width, unit)

@@ -75,9 +75,9 @@ FAN_AGAIN = "recompute=selective,recompute_modules=[fan]"
     [
         ({}, "tp=32", "choose one of 1, 2, 4, 8, 16"),
         ({"num_query_groups": 4}, "tp=8", None),
-        ({"num_query_groups": 4, "fan": OWN_VALUES}, "tp=8", "model.num_query_groups 4; choose one of 1, 2, 4"),
+        ({"num_query_groups": 4, "fan": OWN_VALUES}, "tp=8", "(model.num_query_groups 4); choose one of 1, 2, 4"),
         # (24 + 2 x 2) x 64 rows of queries, keys and values
-        (TWO_GROUPS, "tp=6", "the 1792 rows of queries, keys and values; choose one of 1, 2, 4, 8"),
+        (TWO_GROUPS, "tp=6", "(model.num_query_groups 2); choose one of 1, 2, 4, 8"),
         (TWO_GROUPS, "tp=4", None),
         # two ranks share a group; each has one head of it
         ({"num_query_groups": 4}, "tp=8,cp=2,cp_comm_type=a2a", "deals a rank's 1 heads of keys out to 2 context"),

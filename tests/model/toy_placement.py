@@ -3,9 +3,9 @@
 It is what a new placement costs: the object, the modules it builds, and the class of the exports' model.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
@@ -41,7 +41,6 @@ class MLPInput(Placement):
     is_fanformer = True
     mlp_tensors = (*fan_tensors(FAN, (FAN_ROWS, H), None, "mlp.fan"), *SWIGLU)
     reference_fields = None
-    fan_forms: ClassVar[Mapping[Any, str]] = {"column": "FAN in front of the MLP"}
     has_engine_layers = False
 
     def outputs(self, fan: FANConfig, hidden_size: int, value_size: int) -> list[tuple[int, float]]:
