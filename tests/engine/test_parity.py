@@ -33,7 +33,6 @@ MORE_LAYOUTS = (
     "tp=2,sp=true,fan=sequence,recompute=selective,recompute_modules=[layernorm,fan]",
     "tp=2,sp=true,fan=sequence,recompute=selective,gradient_accumulation_fusion=true",
 )
-BF16_LAYOUTS = ("tp=2,sp=true,fan=sequence", "dp=2,distributed_optimizer=true", "cp=2,cp_comm_type=a2a")
 BY_HEADS = (
     "cp=4,cp_comm_type=a2a",
     "cp=2,cp_comm_type=a2a,recompute=selective",
@@ -41,8 +40,11 @@ BY_HEADS = (
     "cp=2,pp=2,vpp=2,cp_comm_type=a2a,recompute=full",
     "cp=2,dp=2,cp_comm_type=a2a,distributed_optimizer=true",
 )
-MORE_BF16_LAYOUTS = (
+BF16_LAYOUTS = (
     "tp=2",
+    "tp=2,sp=true,fan=sequence",
+    "dp=2,distributed_optimizer=true",
+    "cp=2,cp_comm_type=a2a",
     "cp=2,cp_comm_type=all_gather",
     "cp=4",
     "tp=2,cp=2,sp=true",
@@ -135,18 +137,6 @@ def test_context_parallelism_by_heads(engine_pool: RankPool, tmp_path: Path) -> 
     assert_close(compare_on_engine(engine_pool, grouped, BY_HEADS[:3], steps=2))
 
 
-@pytest.mark.full  # each variant's pass is compared in bf16 in every run
-def test_bf16_layouts_are_the_same(engine_pool: RankPool, tmp_path: Path) -> None:
-    compare_on_engine(engine_pool, write_config(tmp_path), BF16_LAYOUTS, dtype="bf16").check()
-
-
-@pytest.mark.full  # a run's steps are compared in tests/engine/test_runs.py
-def test_moments_in_bf16_are_the_same(engine_pool: RankPool, tmp_path: Path) -> None:
-    optimizer = {"lr": 1e-3, "clip_grad": 0.1, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
-    layouts = ("tp=2,sp=true", "dp=2,distributed_optimizer=true", "dp=2,distributed_optimizer=false", "pp=2")
-    assert_close(compare_on_engine(engine_pool, write_config(tmp_path, optimizer=optimizer), layouts, steps=4))
-
-
 @pytest.mark.full  # ffn's FAN layers are local ones alone
 @pytest.mark.parametrize("placement", [p for p in test_matrix.PLACEMENTS if p != "ffn"])
 def test_more_layouts_of_every_placement(engine_pool: RankPool, tmp_path: Path, placement: str) -> None:
@@ -154,4 +144,4 @@ def test_more_layouts_of_every_placement(engine_pool: RankPool, tmp_path: Path, 
     refused = {"qkv": (), "qk_and_v": ("[fan]", "rope"), "none": ("fan",)}[placement]  # by the placement's rules
     layouts = tuple(text for text in (*LAYOUTS, *MORE_LAYOUTS) if not any(part in text for part in refused))
     assert_close(compare_on_engine(engine_pool, file, layouts))
-    compare_on_engine(engine_pool, file, (*BF16_LAYOUTS[:1], *MORE_BF16_LAYOUTS), dtype="bf16").check()
+    compare_on_engine(engine_pool, file, BF16_LAYOUTS, dtype="bf16").check()

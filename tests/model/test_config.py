@@ -4,13 +4,7 @@ import dataclasses
 
 import pytest
 
-from megatron_fanformer.model.config import (
-    PRESETS,
-    FANConfig,
-    FANformerConfig,
-    nearest_p_ratio,
-    p_ratio_of,
-)
+from megatron_fanformer.model.config import PRESETS, FANConfig, FANformerConfig, nearest_p_ratio, p_ratio_of
 
 SIZES = ("300m", "600m", "1b", "3b", "7b")
 

@@ -104,14 +104,15 @@ def whole(ranks: list[tuple[float, int, list[Any]]]) -> dict[str, Tensor]:
     return gradients
 
 
-LAYOUTS = "", "recompute=selective", "tp=2,sp=true,recompute=full", "tp=2", "tp=2,sp=true,fan=sequence", "pp=2", "dp=2"
+LAYOUTS = "recompute=selective", "tp=2,sp=true,recompute=full", "tp=2,sp=true,fan=sequence", "pp=2", "dp=2"
 
 
 @pytest.mark.parametrize(
     ("text", "placement"),
     [
-        pytest.param(text, placement, marks=pytest.mark.full if text or placement != "qkv" else ())
-        for text, placement in (*((text, "qkv") for text in LAYOUTS), ("", "qk_and_v"), ("tp=2", "qk_and_v"))
+        ("", "qkv"),
+        *(pytest.param(text, "qkv", marks=pytest.mark.full) for text in LAYOUTS),
+        pytest.param("tp=2", "qk_and_v", marks=pytest.mark.full),
     ],
 )
 def test_packed_equals_unpacked(run_on_ranks: RunOnRanks, text: str, placement: str) -> None:
@@ -128,12 +129,9 @@ def test_packed_equals_unpacked(run_on_ranks: RunOnRanks, text: str, placement: 
 HEADS = "cp_comm_type=a2a"
 SPREAD = (
     ("cp=2", "qkv", GROUPED, 1),
-    ("cp=2", "qkv", GROUPED, MICRO_BATCH),
-    ("cp=4", "qkv", PLAIN, 1),
     ("cp=4", "qkv", PLAIN, MICRO_BATCH),
     ("cp=4,recompute=selective", "qk_and_v", PLAIN, 1),
     ("cp=2,recompute=full", "none", GROUPED, 1),
-    ("tp=2,sp=true,cp=2", "qkv", PLAIN, 1),
     ("tp=2,sp=true,cp=2,fan=sequence", "qk_and_v", PLAIN, MICRO_BATCH),
     ("cp=2,pp=2", "qkv", GROUPED, 1),
     ("cp=2,dp=2", "qkv", GROUPED, 1),

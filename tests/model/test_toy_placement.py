@@ -1,5 +1,6 @@
 """A placement of one file trains, is exported and read back."""
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from megatron_fanformer.model.layout_rules import layout_problems
 from megatron_fanformer.runtime.parallel import ParallelConfig
 from megatron_fanformer.runtime.seeding import generator_for
-from tests.model.toy_placement import NAME, built_shapes, registered, train
+from tests.model.toy_placement import NAME, registered, train
 from tests.tiny import tiny_model
 from tests.train.layouts import gather
 from tests.whole_models import export_huggingface, hf_to_megatron, read_huggingface
@@ -50,43 +51,26 @@ def test_it_trains_alike_on_one_rank_and_on_two(run_on_ranks: Any) -> None:
         assert rank.grad_norms == pytest.approx(one.grad_norms, rel=1e-5)
     trained, whole = gather([rank.weights for rank in ranks]), gather([one.weights])
     assert trained.keys() == whole.keys() == weights().keys()
+    assert sum(weight.numel() for weight in whole.values()) == MODEL.num_parameters
     for name, weight in whole.items():
         assert torch.allclose(trained[name], weight, atol=1e-4), name
 
 
-def test_its_parameters_are_counted(run_on_ranks: Any) -> None:
-    (shapes,) = run_on_ranks(1, built_shapes, MODEL)
-    assert shapes == expected_shapes(MODEL, "megatron")
-    built = sum(shape.numel() for shape in shapes.values())
-    assert built == MODEL.num_parameters
-
-
-def test_an_export_comes_back_equal_to_the_bit(tmp_path: Path) -> None:
+def test_an_export_comes_back_equal_to_the_bit_and_computes_what_is_trained(run_on_ranks: Any, tmp_path: Path) -> None:
     export_huggingface(MODEL, weights(), tmp_path / "export", dtype=torch.float32)
     config, tensors = read_huggingface(tmp_path / "export")
     assert (config.fan, config.num_parameters) == (MODEL.fan, MODEL.num_parameters)
     back = hf_to_megatron(tensors, config)
     assert back.keys() == weights().keys()
     assert all(torch.equal(back[name], weight) for name, weight in weights().items())
-
-
-def test_the_export_computes_what_is_trained(run_on_ranks: Any, tmp_path: Path) -> None:
     stream = torch.randint(MODEL.vocab_size, (1, 4, 65), generator=torch.Generator().manual_seed(2))
     (trained,) = run_on_ranks(1, train, MODEL, weights(), stream, ParallelConfig(), 5e-3)
-    export_huggingface(MODEL, weights(), tmp_path / "export", dtype=torch.float32)
     model = FANformerForCausalLM.from_pretrained(tmp_path / "export")
     assert model.config.to_dict()["fan_placement"] == to_huggingface_config(MODEL).fan_placement == NAME
     assert model(stream[0], labels=stream[0]).loss.item() == pytest.approx(trained.losses[0], rel=1e-6)
 
 
 def test_configurations_and_layouts_are_checked() -> None:
-    assert FANformerConfig.from_dict({"fan": {"placement": NAME}, **_sizes()}).fan == MODEL.fan
+    assert FANformerConfig.from_dict(dataclasses.asdict(MODEL)).fan == MODEL.fan
     (message,) = layout_problems(MODEL, ParallelConfig(fan_form="sequence"))
     assert message.startswith(f"parallel.fan_form is sequence at model.fan.placement {NAME}")
-
-
-def _sizes() -> dict[str, Any]:
-    return {
-        name: getattr(MODEL, name)
-        for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
-    }

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -18,15 +17,7 @@ from megatron_fanformer.hf.modeling_fanformer import FANActivation, FANformerAtt
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from megatron_fanformer.model.fan_layer import ActivatedColumnParallelLinear, FANProjection
 from megatron_fanformer.model.local_layers import LocalBackend
-from megatron_fanformer.model.placements import (
-    FAN_ROWS,
-    PLACEMENTS,
-    SWIGLU,
-    FANMap,
-    H,
-    Placement,
-    fan_tensors,
-)
+from megatron_fanformer.model.placements import FAN_ROWS, PLACEMENTS, SWIGLU, FANMap, H, Placement, fan_tensors
 
 NAME = "mlp_input"
 FAN = "mlp.linear_fc1.fan.linear"
@@ -105,16 +96,6 @@ def registered() -> Iterator[None]:
         for table in (PLACEMENTS, configuration_fanformer.FAN_PLACEMENTS, modeling_fanformer.LAYER_PARTS):
             del table[NAME]
         FANConfig.__annotations__["placement"] = names
-
-
-def built_shapes(model: FANformerConfig) -> dict[str, torch.Size]:
-    """Return the parameters of the built model, on one rank."""
-    from megatron_fanformer.model.build import build_stages
-    from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
-
-    with registered(), rank_grid(ParallelConfig(), "cpu") as grid:
-        (stage,) = build_stages(model, ParallelConfig(), grid, dtype=torch.float32, seed=0)
-        return {name: parameter.shape for name, parameter in stage.named_parameters()}
 
 
 def train(*arguments: Any) -> Any:
