@@ -39,9 +39,8 @@ def transformer_engine_problem() -> str | None:
 
         if extension.HAVE_TE:
             return None
-        importlib.import_module(
-            "transformer_engine.pytorch"
-        )  # megatron-core takes a missing dependency for its absence
+        # megatron-core takes a missing dependency for the Engine's absence.
+        importlib.import_module("transformer_engine.pytorch")
     except Exception as error:  # a broken installation raises whatever its libraries raise
         return f"it does not import ({type(error).__name__}: {error})"
     return "megatron-core does not see it"

@@ -108,27 +108,21 @@ class RopeScalingConfig:
     def problems(self) -> list[str]:
         """Return the rules that this configuration breaks, one line each."""
         stated = [field.name for field in fields(self)[1:] if getattr(self, field.name) != field.default]
-        if not self.is_scaled:
-            return [
-                f"{SECTION}.{name} is {getattr(self, name)}, but rope_type is default, which scales nothing; set "
-                "rope_type, or leave it out"
-                for name in stated
-            ]
-        yarn_fields = [name for name in stated if name != "factor"] if self.rope_type == "linear" else []
+        needed = {"default": [], "linear": ["factor"], "yarn": ["factor", "original_max_position_embeddings"]}
+        needs = needed[self.rope_type]
         broken = partial(broken_fields, SECTION, self)
-        problems = [
-            f"{SECTION}.{name} is {getattr(self, name)}, which is for yarn, but rope_type is {self.rope_type}; leave "
-            "it out"
-            for name in yarn_fields
-        ]
-        needed = ("factor",) if self.rope_type == "linear" else ("factor", "original_max_position_embeddings")
-        problems += [
-            f"{SECTION}.{name} is missing, which rope_type {self.rope_type} needs; state it"
-            for name in needed
-            if getattr(self, name) is None
-        ]
         return [
-            *problems,
+            *(
+                f"{SECTION}.{name} is {getattr(self, name)}, but rope_type {self.rope_type} has no use for it; set "
+                "another rope_type, or leave it out"
+                for name in stated
+                if self.rope_type != "yarn" and name not in needs
+            ),
+            *(
+                f"{SECTION}.{name} is missing, which rope_type {self.rope_type} needs; state it"
+                for name in needs
+                if getattr(self, name) is None
+            ),
             *broken("be at least 1", lambda value: value < 1, "factor", "original_max_position_embeddings"),
             *broken("be above 0", lambda value: value <= 0, "attention_factor", "beta_slow"),
             *broken("not be negative", lambda value: value < 0, "mscale", "mscale_all_dim"),

@@ -93,9 +93,9 @@ def test_logits_of_long_rows_are_transformers_and_so_are_the_caches(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"factor": 4.0}, "model.rope_scaling.factor is 4.0, but rope_type is default, which scales nothing"),
+        ({"factor": 4.0}, "model.rope_scaling.factor is 4.0, but rope_type default has no use for it"),
         ({"rope_type": "linear"}, "model.rope_scaling.factor is missing, which rope_type linear needs; state it"),
-        ({"rope_type": "linear", "factor": 2.0, "beta_slow": 2.0}, "beta_slow is 2.0, which is for yarn, but"),
+        ({"rope_type": "linear", "factor": 2.0, "beta_slow": 2.0}, "beta_slow is 2.0, but rope_type linear has no use"),
         ({"rope_type": "yarn", "factor": 2.0}, "original_max_position_embeddings is missing, which rope_type yarn"),
         ({**SCALINGS["yarn"], "beta_slow": 5.0}, "model.rope_scaling.beta_fast is 4.0; it must be above beta_slow"),
     ],
