@@ -42,8 +42,9 @@ def transformer_engine_problem() -> str | None:
         # megatron-core takes a missing dependency for the Engine's absence.
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:  # a broken installation raises whatever its libraries raise
-        return f"it does not import ({type(error).__name__}: {error})"
-    return "megatron-core does not see it"
+        if not (isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("transformer_engine")):
+            return f"it does not import ({type(error).__name__}: {error})"
+    return "it is not installed"
 
 
 def resolve_transformer_impl(wanted: TransformerImpl) -> Literal["local", "transformer_engine"]:
