@@ -146,7 +146,8 @@ def _host_ranks(setting: _Setting, connection: Any) -> None:
             port = port or connections[0].recv()
             connection.send(_outcome(job._replace(port=port), connections, setting.job_seconds))
     for _, rank in ranks:
-        rank.close()
+        with suppress(OSError):  # it has ended
+            rank.send(None)  # forked ranks hold this end, too, and do not see it close
     for process, _ in ranks:
         process.join(END_SECONDS / len(ranks))  # one that ends by itself ends its checkpoint writer's processes too
         process.kill()
@@ -187,7 +188,7 @@ def _begin(setting: _Setting, *, prepares: bool) -> None:
 
 
 def _serve(setting: _Setting, rank: int, connection: Any) -> None:
-    """Run a rank's jobs one after the other, until the host closes the connection or a job fails.
+    """Run a rank's jobs one after the other, until the host sends None or is gone, or a job fails.
 
     The first rank hosts the store at which they meet, and first of all sends its port.
     """
@@ -200,8 +201,8 @@ def _serve(setting: _Setting, rank: int, connection: Any) -> None:
 
             store = loopback_store()
             connection.send(store.port)
-        while True:
-            job, modules = connection.recv(), len(sys.modules)
+        while (job := connection.recv()) is not None:
+            modules = len(sys.modules)
             try:
                 connection.send((True, _run_job(rank, setting, job)))
             except BaseException:
