@@ -267,14 +267,21 @@ def on_this_machine(path: str) -> str:
 
 
 def fetch_checkpoint(url: str, cache: Path, report: Callable[[str], None]) -> Path:
-    """Return a copy on this machine of the checkpoint at a URL, or of a run's newest sound one."""
-    parent, _, last = url.rstrip("/").rpartition("/")
-    is_checkpoint = run_folder.step_of(Path(last)) is not None
-    run_url = (parent if is_checkpoint else url.rstrip("/")).removesuffix(f"/{run_folder.CHECKPOINTS}")
+    """Return a local copy of the checkpoint at a URL, or of the newest sound checkpoint of the run at a URL.
+
+    The URL of a run may end in its folder `checkpoints`.
+    """
+    folder_url = url.rstrip("/")
+    parent_url, _, folder_name = folder_url.rpartition("/")
+    is_checkpoint = run_folder.step_of(Path(folder_name)) is not None
+    run_url = parent_url if is_checkpoint else folder_url
+    run_url = run_url.removesuffix(f"/{run_folder.CHECKPOINTS}")
 
     def fetch() -> Path:
         remote = RemoteRun(run_url)
-        names = [name for name in remote.complete() if name == last] if is_checkpoint else remote.candidates()
+        names = remote.complete() if is_checkpoint else remote.candidates()
+        if is_checkpoint:
+            names = [name for name in names if name == folder_name]
         if not names:
             raise InputError(
                 f"{redacted(url)} holds no complete checkpoint ({run_folder.CHECKPOINTS}/step-… with a {MANIFEST}); "

@@ -72,13 +72,13 @@ def write_huggingface(folder: Path, config: FANformerConfig, tensors: Mapping[st
 
 
 def open_huggingface(folder: Path) -> tuple[FANformerConfig, LazyTensors]:
-    """Return a folder's configuration and its tensors under transformers' names, read one by one.
+    """Return the configuration and the tensors of an export; the tensors keep transformers' names, and load on access.
 
-    The vocabulary is padded to Megatron's usual multiple, whichever it was before the export.
+    The configuration pads the vocabulary to Megatron's usual multiple; an export does not record another one.
 
     Raises:
-        InputError: not a FANformer for transformers, or an impossible configuration.
-        CorruptError: the configuration or the weights cannot be read, or the stated p_ratio disagrees with them.
+        InputError: the folder holds no FANformer for transformers, or its configuration is impossible.
+        CorruptError: the configuration or the weights cannot be read, or the weights contradict the stated p_ratio.
     """
     stated = _stated_config(folder)
     tensors = open_weights(folder)

@@ -165,10 +165,10 @@ HEAD = _vocabulary("output_layer.weight", "transformer.ff_out.weight", "lm_head.
 
 @functools.cache
 def layer_row(tensor: LayerTensor) -> Row:
-    """Return the row of a tensor that every layer has."""
+    """Return the table's row for a tensor that every layer has."""
 
-    def naming(layer: str, names: tuple[str, ...], transform: str = IDENTITY.name) -> Naming:
-        return Naming(tuple(layer + name for name in names), LAYER_TRANSFORMS[transform])
+    def naming(prefix: str, names: tuple[str, ...], transform_name: str = IDENTITY.name) -> Naming:
+        return Naming(tuple(prefix + name for name in names), LAYER_TRANSFORMS[transform_name])
 
     return Row(
         naming("decoder.layers.{layer}.", (tensor.name,)),

@@ -52,13 +52,14 @@ class ChatFiles:
     def __getitem__(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Return a conversation's ids, [t] int64, and which of them are learned, [t] bool.
 
-        Raises CorruptError where the mask holds something else than 0 and 1, or nothing is learned.
+        Raises CorruptError if the mask holds anything but 0 and 1, or if no token is learned.
         """
         start, count = int(self.starts[number]), int(self.lengths[number])
         ids, mask = (array[start : start + count] for array in self._mapped)
-        if not count or mask.max() != 1:
-            what = f"holds {mask.max()}, not 0 or 1," if mask.any() else "has no learned token"
-            raise CorruptError(f"{self.mask_path} {what} in conversation {number}; copy or prepare it again")
+        largest = mask.max(initial=0)
+        if largest != 1:
+            problem = "has no learned token" if largest == 0 else f"holds {largest}, not 0 or 1,"
+            raise CorruptError(f"{self.mask_path} {problem} in conversation {number}; copy or prepare it again")
         return ids.astype(np.int64), mask.astype(bool)
 
     @functools.cached_property

@@ -302,7 +302,7 @@ def indices_in(cache: Path, identity: Any) -> Iterator[Path]:
     locks: list[int] = []  # on rank 0: the cache's
     try:
         is_complete = on_main(lambda: _prepare_folder(cache, folder, locks))
-        with _process_group() if is_main() else _same_folder_on_all_nodes(cache):
+        with _process_group() if is_main() else _reporting_unshared_cache(cache):
             yield folder
         if not is_complete:
             on_main(lambda: write_atomically(folder / COMPLETE, "{}"))
@@ -335,7 +335,7 @@ def _prepare_folder(cache: Path, folder: Path, locks: list[int]) -> bool:
 
 @contextmanager
 def _process_group() -> Iterator[None]:
-    """Give a process without ranks a group of its own: megatron-core 0.16's blends ask for their rank."""
+    """Make a process group of one rank where none exists: blends of megatron-core 0.16 ask for the rank."""
     if dist.is_initialized():
         yield
         return
@@ -347,7 +347,8 @@ def _process_group() -> Iterator[None]:
 
 
 @contextmanager
-def _same_folder_on_all_nodes(folder: Path) -> Iterator[None]:
+def _reporting_unshared_cache(folder: Path) -> Iterator[None]:
+    """Raise InputError in place of FileNotFoundError: rank 0 wrote the file to a folder that this rank does not see."""
     try:
         yield
     except FileNotFoundError as error:

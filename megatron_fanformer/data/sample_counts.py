@@ -128,27 +128,36 @@ class SampleCounts:
         return [sizes]
 
     def of_pairs(self, blend: Blend, sizes: Sizes, *, is_split: bool) -> tuple[list[float] | None, list[int | None]]:
-        """Return weights and samples by part, as megatron-core's builder takes them, for `sizes` of pairs.
+        """Return weights and, by part, numbers of samples, as megatron-core's builder takes them for a blend of pairs.
 
-        Without a split, the one part of `sizes` is made of all documents. For several files without weights
-        megatron-core builds one epoch and stops. If that is not enough, or if a file is too short for a sample (in
-        either part of a split), the files' sizes are the weights, which lets them repeat.
+        `sizes` states how many samples to build of which parts. Without a split it has one part, made of all documents.
 
-        Raises InputError for a part without documents, or without a whole sample.
+        Without weights, megatron-core builds one epoch of several pairs and stops. If a part needs more samples, or if
+        a pair is too short for one sample, the pairs are weighted by their tokens, which lets them repeat. In a split,
+        both training and validation decide this, even if only one of them is built.
+
+        Raises InputError if a part has no documents, or if one epoch is requested and holds no whole sample.
         """
-        looked_at = (TRAIN, VALIDATION) if is_split else tuple(sizes)
         parts = self._data.pair(blend.sources[0]).part_tokens if is_split else sizes
         tokens = {part: [self._tokens(source, part, is_split=is_split) for source in blend.sources] for part in parts}
         weights = blend.weights if len(blend.sources) > 1 else None
         if len(blend.sources) > 1 and weights is None:
-            wanted = [(tokens[part], sizes.get(part)) for part in looked_at]
-            if any(min(own) <= self._seq_length or (size and size > self._samples(own)) for own, size in wanted):
+            deciding_parts = (TRAIN, VALIDATION) if is_split else tuple(sizes)
+            if any(self._must_repeat(tokens[part], sizes.get(part)) for part in deciding_parts):
                 weights = [float(self._data.pair(source).tokens) for source in blend.sources]
         requested: list[int | None] = [0] * len(PART_NAMES)
         for part, size in sizes.items():
-            epoch = self._samples(tokens[part]) if size is None else size
-            requested[part] = size if weights is None else epoch  # with weights, megatron-core requires a number
+            requested[part] = size
+            if size is None:
+                epoch_samples = self._samples(tokens[part])  # raises InputError if there is no whole sample
+                if weights is not None:  # then megatron-core requires a number
+                    requested[part] = epoch_samples
         return weights, requested
+
+    def _must_repeat(self, tokens: list[int], size: int | None) -> bool:
+        """Return whether pairs of so many tokens must repeat to make `size` samples, or one of them makes no sample."""
+        has_short_pair = min(tokens) <= self._seq_length
+        return has_short_pair or (size is not None and size > self._samples(tokens))
 
     def _tokens(self, source: Source, part: int, *, is_split: bool) -> int:
         """Return the tokens of a pair in a part of a split, or in all of it."""

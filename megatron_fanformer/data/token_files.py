@@ -158,13 +158,15 @@ def read_index(
 ) -> TokenIndex:
     """Read the index of a prefix once, in blocks, and check its entries against each other and the .bin file's size.
 
-    On the way, the tokens of `parts` are counted, by number, each between two fractions of the sequences, which are
-    rounded as megatron-core does.
+    Args:
+        parts: the parts whose tokens to count, by number. A part begins and ends at two fractions of the sequences,
+            rounded to whole sequences as megatron-core rounds them.
+        cache: the folder to which the index of a pair on another store is copied, once for each version of the index.
 
-    The index of a pair on another store is copied to the folder `cache`, once for each version of it.
-
-    Raises InputError where a file is missing, CorruptError where an index has another format, a wrong entry, which is
-    named, or is of another .bin file.
+    Raises:
+        InputError: a file is missing.
+        CorruptError: the index has another format, belongs to another .bin file, or has a wrong entry, which the
+            message names.
     """
     if is_url(prefix):
         return _read_remote_index(prefix, parts, cache)

@@ -138,9 +138,9 @@ def task_metrics(requests: TaskRequests, scores: TaskScores) -> dict[str, Metric
 
 
 def document_sums(requests: TaskRequests, scores: TaskScores) -> dict[str, np.ndarray]:
-    """Return for each metric [documents, 2] float64: a document's terms of the numerator and the denominator.
+    """Return, for each metric, [documents, 2] float64: what each document adds to the numerator and the denominator.
 
-    Resampled rows make a bootstrap of any metric.
+    To bootstrap a metric, resample the rows and divide their sums.
 
     Raises:
         DivergenceError: a log-probability is not finite.
@@ -151,32 +151,35 @@ def document_sums(requests: TaskRequests, scores: TaskScores) -> dict[str, np.nd
                 f"task {requests.name}: {bad} of {len(values)} log-probabilities are not finite; the model diverged: "
                 "evaluate an earlier checkpoint"
             )
-    right = requests.labels == requests.choices
+    is_right_choice = requests.labels == requests.choices
     sums: dict[str, np.ndarray] = {}
-    if requests.metric not in OF_ONE_ANSWER or requests.choices.any():
+    has_choices = requests.metric not in OF_ONE_ANSWER or requests.choices.any()
+    if has_choices:
         choice_scores = {
             "acc": scores.conditional,
-            "len_norm": _per(requests.lengths[DIVISORS["len_norm"]], scores.conditional),
-            "len_norm_with_space": _per(requests.lengths[DIVISORS["len_norm_with_space"]], scores.conditional),
-            "per_token": _per(requests.continuation_tokens, scores.conditional),
+            "len_norm": _divided(scores.conditional, requests.lengths[DIVISORS["len_norm"]]),
+            "len_norm_with_space": _divided(scores.conditional, requests.lengths[DIVISORS["len_norm_with_space"]]),
+            "per_token": _divided(scores.conditional, requests.continuation_tokens),
         }
         if scores.unconditional is not None:
             choice_scores[PMI] = scores.conditional - scores.unconditional
         predictions = {name: _predictions(requests, values) for name, values in choice_scores.items()}
-        labels = requests.labels[right]
+        labels = requests.labels[is_right_choice]  # one for each document
         sums = {name: _with_ones(predicted == labels) for name, predicted in predictions.items()}
         if requests.metric == "f1":
             predicted, actual = predictions["acc"] == POSITIVE, labels == POSITIVE
-            # 2 TP / (2 TP + FP + FN): a true negative counts nothing
-            sums["f1"] = np.stack([2.0 * (predicted & actual), 1.0 * predicted + 1.0 * actual], axis=1)
-    for name, unit in (("bpb", math.log(2)), ("bpb_with_space", math.log(2)), ("ce_loss", 1.0)):
-        lengths = requests.lengths[DIVISORS[name]]
-        sums[name] = _with_ones(-_per(lengths[right], scores.conditional[right]) / unit)
+            # F1 is 2 TP / (2 TP + FP + FN), and its denominator all positive predictions and all positive labels.
+            numerators, denominators = 2.0 * (predicted & actual), 1.0 * predicted + 1.0 * actual
+            sums["f1"] = np.stack([numerators, denominators], axis=1)
+    right_lengths = {name: lengths[is_right_choice] for name, lengths in requests.lengths.items()}
+    for name, nats_per_unit in (("bpb", math.log(2)), ("bpb_with_space", math.log(2)), ("ce_loss", 1.0)):
+        nats = -_divided(scores.conditional[is_right_choice], right_lengths[DIVISORS[name]])
+        sums[name] = _with_ones(nats / nats_per_unit)
     return sums
 
 
-def _per(lengths: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return values by length; −inf for a continuation without length, which is never chosen."""
+def _divided(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return values divided by lengths; −inf for a continuation without length, which is never chosen."""
     return np.where(lengths > 0, values / np.maximum(lengths, 1), -np.inf)
 
 

@@ -46,7 +46,7 @@ Errors = dict[str, dict[str, list[float]]]
 
 
 def measure(settings: ModSettings, _folder: Path, log: Log) -> Measured:
-    """Train every model with every seed."""
+    """Train every model with every seed, and measure its error inside and outside the range of its training."""
     errors: Errors = {}
     fits: dict[str, tuple[float, Callable[[Tensor], Tensor]]] = {}
     for seed in range(settings.seeds):
@@ -54,10 +54,11 @@ def measure(settings: ModSettings, _folder: Path, log: Log) -> Measured:
             train(model, training, seed)
             inside = error(model, 0.0, training.half_range)
             outside = error(model, training.half_range, 2 * training.half_range)
-            of_model = errors.setdefault(name, {"inside": [], "outside": []})
-            of_model["inside"].append(inside)
-            of_model["outside"].append(outside)
-            fits.setdefault(name, (training.half_range, model))
+            errors_of_model = errors.setdefault(name, {"inside": [], "outside": []})
+            errors_of_model["inside"].append(inside)
+            errors_of_model["outside"].append(outside)
+            if seed == 0:  # the picture shows one fit of each model
+                fits[name] = training.half_range, model
             log(f"seed {seed}: {name}: {inside:.3f} inside, {outside:.3f} outside")
     picture = drawn(lambda panels: _draw(panels[:, 0], fits), rows=len(fits), size=(8, 1.7))
     return Measured(findings=list(_findings(errors)), tables=[_table(errors)], pictures={"fit.png": picture})

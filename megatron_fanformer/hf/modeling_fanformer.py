@@ -28,7 +28,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_fanformer import FANformerConfig
 
-CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+CACHE_NAME = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 """transformers' name of the key/value cache: `cache` from 5.24 on."""
 PASSED_ON = {
     *TransformersKwargs.__annotations__,
@@ -177,7 +177,7 @@ class FANformerAttention(nn.Module):
         if self.config.use_qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
-        if (cache := kwargs.pop(CACHE, None)) is not None:
+        if (cache := kwargs.pop(CACHE_NAME, None)) is not None:
             key, value = cache.update(key, value, self.layer_idx, kwargs=kwargs)
         attention: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
@@ -351,24 +351,25 @@ class FANformerModel(FANformerPreTrainedModel):
         """Map ids [b, s], or their embeddings [b, s, h], to hidden states [b, s, h] after the last norm.
 
         Args:
-            past_key_values: keys and values of past tokens, before transformers 5.24.
-            cache: the same, from 5.24 on; before, the pages of continuous batching.
+            past_key_values: keys and values of past tokens; from transformers 5.24 on a deprecated name of `cache`.
+            cache: keys and values of past tokens; before transformers 5.24, the pages of continuous batching.
 
         Raises:
             ValueError: both or neither of `input_ids` and `inputs_embeds` were given.
-            TypeError: an argument that nothing reads.
+            TypeError: nothing reads one of the arguments.
         """
         kwargs.update(kwargs.pop("kwargs", {}))  # nested by transformers' pipeline stages
         if unknown := kwargs.keys() - PASSED_ON:
             raise TypeError(f"forward got {', '.join(sorted(unknown))}, which FANformer does not know; leave it out")
-        if CACHE == "past_key_values":
-            kwargs |= {} if cache is None else {"cache": cache}
+        if CACHE_NAME == "past_key_values":
+            if cache is not None:
+                kwargs |= {"cache": cache}  # pages, for the attention of continuous batching
             cache = past_key_values
         elif past_key_values is not None:
             warnings.warn("`past_key_values` is deprecated; pass it as `cache`", FutureWarning, stacklevel=2)
             cache = past_key_values
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("both or neither of input_ids and inputs_embeds were given; pass one, and not both")
+            raise ValueError("both or neither of input_ids and inputs_embeds were given; pass exactly one of them")
         hidden_states: Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
@@ -380,7 +381,7 @@ class FANformerModel(FANformerPreTrainedModel):
             inputs_embeds=hidden_states,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            **{CACHE: cache},
+            **{CACHE_NAME: cache},
         )
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
         for layer in self.layers[: self.config.num_hidden_layers]:  # fewer while drafting by early exit
@@ -390,10 +391,10 @@ class FANformerModel(FANformerPreTrainedModel):
                 attention_mask=mask,
                 position_ids=position_ids,
                 use_cache=use_cache,
-                **{CACHE: cache},
+                **{CACHE_NAME: cache},
                 **kwargs,
             )
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE: cache})
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE_NAME: cache})
 
 
 class FANformerForCausalLM(FANformerPreTrainedModel, GenerationMixin):
@@ -448,7 +449,7 @@ class FANformerForCausalLM(FANformerPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            **{CACHE: outputs.get(CACHE)},
+            **{CACHE_NAME: outputs.get(CACHE_NAME)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )

@@ -172,16 +172,20 @@ def _check_file(path: str, record: FileRecord) -> None:
 
 
 def _check_counts(prefix: str, output: TokenFiles, refused: int) -> None:
-    """Compare the documents and tokens of a manifest with the index and the ledger."""
-    counts = {}
+    """Raise CorruptError if a manifest states other numbers of documents or tokens than the index or the ledger holds.
+
+    `refused` conversations have rows in the ledger, but are not documents.
+    """
+    comparisons: list[tuple[str, int, int]] = []
+    """Each pair of counts, in words; the manifest's; the file's."""
     if ".idx" in output.files:
         index = read_index(prefix, cache=cache_of(prefix))
-        counts = {"documents and those of its index": (output.documents, len(index.lengths))}
-        counts["tokens and those of its index"] = (output.tokens, index.tokens)
+        comparisons.append(("documents and those of its index", output.documents, len(index.lengths)))
+        comparisons.append(("tokens and those of its index", output.tokens, index.tokens))
     if ".ledger.parquet" in output.files and (ledger := open_ledger(prefix)) is not None:
-        counts["documents and the rows of its ledger"] = (output.documents + refused, ledger.rows)
-    for names, (stated, counted) in counts.items():
+        comparisons.append(("documents and the rows of its ledger", output.documents + refused, ledger.rows))
+    for compared, stated, counted in comparisons:
         if stated != counted:
             raise CorruptError(
-                f"{prefix}{MANIFEST_SUFFIX}: {names} differ ({stated} and {counted}); copy or prepare it again"
+                f"{prefix}{MANIFEST_SUFFIX}: {compared} differ ({stated} and {counted}); copy or prepare it again"
             )

@@ -67,7 +67,7 @@ def _fan_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[
 
 def _pipeline_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[str]:
     if parallel.pipeline_model_parallel_layout is not None:
-        yield from _own_layout_problems(model, parallel)
+        yield from _stated_layout_problems(model, parallel)
         return
     stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_stages
     first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
@@ -102,18 +102,19 @@ def _pipeline_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iter
         )
 
 
-def _own_layout_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[str]:
-    segments = parallel.segments(model.num_layers) or []
-    layers = sum(map(sum, segments))
-    if layers != model.num_layers:
+def _stated_layout_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[str]:
+    """Yield the problems of a stated `parallel.pipeline_model_parallel_layout`."""
+    layers_of_chunks = [layers for stages in parallel.segments(model.num_layers) or [] for layers in stages]
+    total_layers = sum(layers_of_chunks)
+    if total_layers != model.num_layers:
         yield (
-            f"parallel.pipeline_model_parallel_layout has {layers} layers t, and model.num_layers is "
+            f"parallel.pipeline_model_parallel_layout has {total_layers} layers t, and model.num_layers is "
             f"{model.num_layers}; change one of them"
         )
-    unit = parallel.recompute_num_layers or 1
-    if parallel.recompute_method == "uniform" and any(number % unit for chunk in segments for number in chunk):
+    recomputed_together = parallel.recompute_num_layers or 1
+    if parallel.recompute_method == "uniform" and any(layers % recomputed_together for layers in layers_of_chunks):
         yield (
-            f"parallel.recompute_num_layers {unit} does not divide the layers of every chunk of "
+            f"parallel.recompute_num_layers {recomputed_together} does not divide the layers of every chunk of "
             "parallel.pipeline_model_parallel_layout, as method uniform needs; set it to 1, or the method to block"
         )
 

@@ -89,7 +89,7 @@ def _chunk_terms(job: Job, chunk: Chunk) -> Iterator[Term]:
         yield from (*_sum(job), *_gather(job))
     for term in (*layer_forward(job), *layer_backward(job)):
         yield term.times(chunk.layers)
-    for term in recomputed(job):
+    for term in layer_recomputation(job):
         yield term.times(recomputed_layers(job, chunk.layers))
     if not chunk.has_head:
         return
@@ -127,8 +127,8 @@ def layer_backward(job: Job) -> Iterator[Term]:
     yield from _gather(job, _mlp_output_bytes(job))
 
 
-def recomputed(job: Job) -> Iterator[Term]:
-    """Yield the collectives of a layer's forward that run again; norms communicate nothing."""
+def layer_recomputation(job: Job) -> Iterator[Term]:
+    """Yield the collectives that recomputation repeats in one layer; recomputed norms have none."""
     if job.parallel.recompute_granularity == "full":
         yield from layer_forward(job)
     if job.parallel.recomputes("fan") and job.has_column_fan:

@@ -120,8 +120,8 @@ def job_of(config: RunConfig, gpus: int) -> Job:
     """Return a legal configuration of `for_machine` as the formulas take it."""
     replicas = config.parallel.resolve_data_parallel_size(gpus)
     on_cpu = config.runtime.device == "cpu"
-    pays = not on_cpu and replicas * config.parallel.context_parallel_size > 1
-    reduces, gathers = config.parallel.overlaps(pays=pays)
+    is_faster = not on_cpu and replicas * config.parallel.context_parallel_size > 1
+    reduces, gathers = config.parallel.resolved_overlaps(is_faster=is_faster)
     layers: Layers = "local" if config.kernels.transformer_impl == "local" else "transformer_engine"
     parallel = dataclasses.replace(config.parallel, overlap_grad_reduce=reduces, overlap_param_gather=gathers)
     return dataclasses.replace(config, parallel=parallel).job(replicas, layers=layers, on_cpu=on_cpu)

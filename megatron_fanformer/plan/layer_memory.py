@@ -63,10 +63,9 @@ class LayerShapes:
         """Return the bytes of FAN's outputs: of all tokens in the `column` form, else of this rank's."""
         return self.whole(width) if self.is_column else self.part(width)
 
-    def linear_of_fan(self, width: int) -> int:
-        """Return the width of g, which is kept in front of a GELU, in so many outputs."""
-        fan = self.job.model.fan
-        return width - 2 * int(fan.p_ratio * width) if fan.activation == "gelu" else 0
+    def gelu_input_width(self, width: int, p_ratio: float) -> int:
+        """Return the width of g, which is kept if it goes through a GELU, for FAN's outputs of `width`; otherwise 0."""
+        return width - 2 * int(p_ratio * width) if self.job.model.fan.activation == "gelu" else 0
 
     def weight_gradient(self, rows: int, columns: int) -> int:
         """Return the bytes of a weight's gradient before it joins the float32 one; none where the product adds it."""
@@ -100,21 +99,21 @@ def layer_memory(job: Job) -> Rise:
 
 
 def _before_attention(shapes: LayerShapes) -> int:
-    """Return the bytes that input norm, FAN map, X_F and the product that reads it keep."""
+    """Return the bytes that the input norm, the FAN map, its features X_F and the product of X_F keep for backward."""
     job, model = shapes.job, shapes.job.model
-    is_fp8 = shapes.is_fp8 and (job.precision.fp8_fan or not model.has_fan)
-    kept = shapes.stream
+    is_fp8 = shapes.is_fp8 and (job.precision.fp8_fan or not model.has_fan)  # of the map that reads the norm
+    kept = shapes.stream  # the norm's input
     if job.fuses_input_norm or not job.parallel.recomputes("layernorm"):
         kept += shapes.statistics + shapes.kept_input(shapes.part_tokens, shapes.hidden, is_fp8=is_fp8)
-    if model.has_fan and job.parallel.recomputes("fan"):  # from p | g of this rank's rows
+    if model.has_fan and job.parallel.recomputes("fan"):  # keeps p | g of this rank's rows in place of X_F
         kept += shapes.of_fan(shapes.fan_rows)
     elif model.has_fan:
         for width, p_ratio in model.fan.outputs(model.hidden_size, model.value_size):
-            linear = width - 2 * int(p_ratio * width) if model.fan.activation == "gelu" else 0
-            kept += shapes.of_fan(width + linear)
-    if model.has_fan and (shapes.is_engine or not shapes.is_column):
-        kept += shapes.delayed_copy(shapes.tokens if shapes.is_column else shapes.part_tokens, shapes.hidden)
-    if model.qk_layernorm:  # whose norms keep a copy of queries and keys, and statistics of each head
+            kept += shapes.of_fan(width + shapes.gelu_input_width(width, p_ratio))
+    if model.has_fan:  # the product's 8-bit copy of X_F
+        x_f_tokens = shapes.tokens if shapes.is_column else shapes.part_tokens
+        kept += shapes.delayed_copy(x_f_tokens, shapes.hidden)
+    if model.qk_layernorm:  # its norms keep queries and keys (as wide as values), and a statistic for each head
         kept += shapes.whole(shapes.queries + shapes.values) + shapes.tokens * (shapes.heads + shapes.groups) * FLOAT
     return kept
 
@@ -220,11 +219,12 @@ def _fan_mlp(shapes: LayerShapes) -> Iterator[Rise]:
     stream, inner, hidden = shapes.stream, shapes.inner, shapes.hidden
     (rows, _), (rows_2, _) = shapes.job.model.ffn_maps
     rows //= shapes.tensor
+    p_ratio = shapes.job.model.fan.p_ratio
     yield _first_map(shapes, rows)
-    yield Rise(shapes.whole(inner + shapes.linear_of_fan(inner)), stream + shapes.whole(inner + rows))
+    yield Rise(shapes.whole(inner + shapes.gelu_input_width(inner, p_ratio)), stream + shapes.whole(inner + rows))
     gradients = shapes.part(rows_2) + (shapes.whole(rows_2) if shapes.is_sharded else 0)
     yield Rise(0, stream + gradients + shapes.whole(inner) + shapes.weight_gradient(rows_2, inner))
-    yield Rise(stream + shapes.part(shapes.linear_of_fan(hidden)), stream + shapes.part(rows_2))
+    yield Rise(stream + shapes.part(shapes.gelu_input_width(hidden, p_ratio)), stream + shapes.part(rows_2))
 
 
 def _first_map(shapes: LayerShapes, rows: int) -> Rise:

@@ -12,7 +12,7 @@ t adds up FLOPs at the rates that products and attention reach, bytes at the mem
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron_fanformer.plan.communication import layer_backward, layer_forward, recomputed, recomputed_layers
+from megatron_fanformer.plan.communication import layer_backward, layer_forward, layer_recomputation, recomputed_layers
 from megatron_fanformer.plan.gradient_buffers import first_stage_buckets, first_stage_weights, state_bytes
 from megatron_fanformer.plan.job import Job, training_flops_per_token
 from megatron_fanformer.plan.machines import Machine
@@ -83,30 +83,31 @@ def step_time(job: Job, machine: Machine, *, overlaps_tensor_parallel: bool = Fa
     )
 
 
-def collective_seconds(term: Term, ranks: int, stride: int, machine: Machine) -> float:
-    """Return the time of collectives over `ranks` ranks, each `stride` ranks from the next.
+def term_seconds(term: Term, ranks: int, stride: int, machine: Machine) -> float:
+    """Return the time of a term's collectives over `ranks` ranks, each `stride` ranks from the next.
 
-    Those of a group that are in one domain take turns in the ring, which leaves the domain once: every one of them adds
-    its adapter to the network's rate.
+    A ring visits all ranks of the group in one domain before it crosses the network. There is a ring for each of these
+    ranks, and each ring crosses by another rank's adapter, so the rates of their adapters add up. All-to-alls and sends
+    have no ring: each rank uses its own adapter alone.
     """
     if ranks == 1 or not term.calls:
         return 0.0
-    in_domain = max(1, min(ranks, machine.domain_size // stride))
+    ranks_in_domain = max(1, min(ranks, machine.domain_size // stride))
     rate = machine.domain.rate
-    if in_domain < ranks:
-        across = machine.network.rate * (1 if term.kind in ("all-to-all", "send") else in_domain)
-        rate = across if in_domain == 1 else min(rate, across)
-    moved = {"send": 1.0, "all-reduce": 2 * (ranks - 1) / ranks}.get(term.kind, (ranks - 1) / ranks)
-    return term.calls * machine.collective_seconds + moved * term.message_bytes / rate
+    if ranks_in_domain < ranks:
+        adapters = 1 if term.kind in ("all-to-all", "send") else ranks_in_domain
+        network_rate = adapters * machine.network.rate
+        rate = network_rate if ranks_in_domain == 1 else min(rate, network_rate)
+    share_of_others = (ranks - 1) / ranks
+    moved_share = {"send": 1.0, "all-reduce": 2 * share_of_others}.get(term.kind, share_of_others)
+    return term.calls * machine.collective_seconds + moved_share * term.message_bytes / rate
 
 
 def _collectives(job: Job, machine: Machine, terms: Iterable[Term]) -> float:
     nearest, groups = job.tensor_ranks, job.group_sizes(0)
     strides = {"tp": 1, "tp_dp_cp": 1, "inter_dist_opt": nearest * job.state_ranks}
     strides["pp"] = nearest * job.parallel.context_parallel_size * job.data_parallel_size
-    return sum(
-        collective_seconds(term, groups[term.group], strides.get(term.group, nearest), machine) for term in terms
-    )
+    return sum(term_seconds(term, groups[term.group], strides.get(term.group, nearest), machine) for term in terms)
 
 
 def _layer(job: Job, machine: Machine, overlaps_tensor_parallel: bool) -> dict[str, float]:
@@ -169,7 +170,7 @@ def _layer(job: Job, machine: Machine, overlaps_tensor_parallel: bool) -> dict[s
     if job.parallel.recomputes("fan"):
         widths_again += model.fan_rows + model.hidden_size
     parts["recomputation"] += widths_again * tokens / ranks * job.element_bytes / machine.memory_rate
-    parts["recomputation"] += _collectives(job, machine, recomputed(job))
+    parts["recomputation"] += _collectives(job, machine, layer_recomputation(job))
     return parts
 
 

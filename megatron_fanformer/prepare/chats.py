@@ -252,7 +252,7 @@ class ChatEncoder:
         for line, pieces in chats.items():
             parts = [next(encoded) if isinstance(piece, str) else np.array([piece]) for piece, _ in pieces]
             flags = [np.full(len(part), flag, np.uint8) for part, (_, flag) in zip(parts, pieces, strict=True)]
-            chat = self._at_length(np.concatenate([ids[0], *parts]), np.concatenate([masks[0], *flags]))
+            chat = self._cut_or_pad(np.concatenate([ids[0], *parts]), np.concatenate([masks[0], *flags]))
             if isinstance(chat, Refusal):
                 outcomes[line] = chat
                 continue
@@ -282,8 +282,8 @@ class ChatEncoder:
         kept = spans if self._settings.learn == "all" else spans[-1:]
         return rendered._replace(learned=[span for span, weight in kept if weight])
 
-    def _at_length(self, ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool] | Refusal:
-        """Return ids and mask, cut or padded to their length, and whether they were cut; or the refusal."""
+    def _cut_or_pad(self, ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool] | Refusal:
+        """Cut or pad a conversation; return its ids, its mask and whether it was cut, or return the refusal."""
         settings = self._settings
         is_cut = settings.max_tokens is not None and len(ids) > settings.max_tokens
         if is_cut and settings.too_long == "drop":

@@ -226,7 +226,7 @@ class Workers:
 
 
 def run(job: Job, progress: ProgressListener | None) -> Manifest:
-    """Encode and assemble all inputs that are not done yet. Raises FanformerError as `prepare.prepare`."""
+    """Encode and assemble all inputs that are not done yet. Raises the FanformerErrors of `prepare.prepare`."""
     records: dict[int, ShardRecord] = {}
     with writing_to(job.output), work_folder(job.output) as work:
         _begin(job, work)

@@ -63,7 +63,7 @@ class PrepareReport:
             lines.append(f"{plural(cut, 'conversation')} cut to {chat.max_tokens:,} tokens")
         lines += [f"{plural(number, 'line')} refused: {reason}" for reason, number in manifest.refused.items()]
         lines += [f"  {example}" for example in manifest.refused_examples]
-        if manifest.encoding.reason not in (None, SMALL_INPUT):
+        if manifest.encoding.reason not in (None, SMALL_INPUT):  # why the fastest library was not used
             lines.append(f"ids by {manifest.encoding.backend}: {manifest.encoding.reason}")
         return [*lines, *self.notes]
 

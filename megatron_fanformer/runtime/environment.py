@@ -51,7 +51,7 @@ class RunShape:
     @property
     def overlaps_norms(self) -> bool:
         """Return whether NCCL's kernels run beside a layer's norms: sums over replicas, interleaved stages."""
-        sums = any(self.parallel.overlaps(pays=self.over_nccl and self.replicas > 1))
+        sums = any(self.parallel.resolved_overlaps(is_faster=self.over_nccl and self.replicas > 1))
         return self.over_nccl and self.ranks > 1 and (sums or self.parallel.virtual_stages > 1)
 
 

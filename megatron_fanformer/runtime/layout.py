@@ -149,18 +149,19 @@ class ParallelConfig:
         """Return whether that part of a layer is recomputed by itself."""
         return self.recompute_granularity == "selective" and module in self.recompute_modules
 
-    def overlaps(self, *, pays: bool) -> tuple[bool, bool]:
-        """`overlap_grad_reduce` and `overlap_param_gather` resolved.
+    def resolved_overlaps(self, *, is_faster: bool) -> tuple[bool, bool]:
+        """Return `overlap_grad_reduce` and `overlap_param_gather`, with a choice in place of null.
 
         Args:
-            pays: whether there are replicas that communicate beside the computation, as over NCCL.
+            is_faster: whether overlap saves time: there are replicas, and they communicate without the cores that
+                compute, as over NCCL.
         """
-        reduces, gathers = self.overlap_grad_reduce, self.overlap_param_gather
-        if reduces is None:
-            reduces = pays or bool(gathers)
-        if gathers is None:
-            gathers = pays and reduces and self.use_distributed_optimizer
-        return reduces, gathers
+        overlaps_reduce, overlaps_gather = self.overlap_grad_reduce, self.overlap_param_gather
+        if overlaps_reduce is None:
+            overlaps_reduce = is_faster or bool(overlaps_gather)  # the gather needs it
+        if overlaps_gather is None:
+            overlaps_gather = is_faster and overlaps_reduce and self.use_distributed_optimizer
+        return overlaps_reduce, overlaps_gather
 
     def segments(self, num_layers: int) -> list[list[int]] | None:
         """Layers of each chunk, by chunk and stage: those of chunk 0 over all stages come first in the model; None if
@@ -176,19 +177,22 @@ class ParallelConfig:
         return [[layers // chunks for layers in of_stages]] * chunks
 
     def layers_per_stage(self, num_layers: int) -> list[int] | None:
-        """Layers of each pipeline stage, its chunks together; None if they do not divide evenly."""
+        """Return the layers of each pipeline stage, all its chunks together; None if they do not divide evenly."""
         if self.pipeline_model_parallel_layout is not None:
-            return list(map(sum, zip(*(self.segments(num_layers) or []), strict=True)))
+            chunks = self.segments(num_layers) or []
+            return [sum(layers) for layers in zip(*chunks, strict=True)]
         stages = self.pipeline_model_parallel_size
         first, last = self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage
-        others = stages - (first is not None) - (last is not None)
-        left = num_layers - (first or 0) - (last or 0)
-        if left < 0 or (left % others if others else left):
+        other_stages = stages - (first is not None) - (last is not None)
+        other_layers = num_layers - (first or 0) - (last or 0)
+        per_stage, rest = divmod(other_layers, other_stages) if other_stages else (0, other_layers)
+        if other_layers < 0 or rest:
             return None
-        middle = left // others if others else 0
-        layers = [middle] * stages
-        layers[0] = middle if first is None else first
-        layers[-1] = (middle if last is None else last) if stages > 1 else layers[0]
+        layers = [per_stage] * stages
+        if first is not None:
+            layers[0] = first
+        if last is not None and stages > 1:
+            layers[-1] = last
         return layers
 
     def problems(self) -> list[str]:

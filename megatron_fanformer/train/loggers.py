@@ -189,12 +189,13 @@ class ProgressLine(Logger):
         self._bar.start()
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
-        """Show a finished step, by its metrics."""
+        """Show the number and the metrics of a finished step."""
         status = console_text(metrics) or "skipped"
         self._bar.update(self._task, completed=step, status=status)
         if not self._console.is_terminal and (step % self._interval == 0 or step == self._total):
-            left = (time.monotonic() - self._started) / max(1, step - self._first) * (self._total - step)
-            line = f"step {step}/{self._total}  {status}  left {clock(left)}"
+            seconds_per_step = (time.monotonic() - self._started) / max(1, step - self._first)
+            seconds_left = seconds_per_step * (self._total - step)
+            line = f"step {step}/{self._total}  {status}  left {clock(seconds_left)}"
             self._console.print(line, highlight=False, soft_wrap=True)
 
     def close(self, *, failed: bool = False) -> None:

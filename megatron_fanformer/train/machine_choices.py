@@ -27,7 +27,8 @@ def choose_for_machine(config: RunConfig, grid: RankGrid) -> tuple[RunConfig, li
     is_engine = implementation == "transformer_engine"
     # Of gradients and weights over the replicas, those of context parallelism included. Over gloo, overlapped
     # communication would take cores from the computation.
-    reduces, gathers = config.parallel.overlaps(pays=grid.backend == "nccl" and grid.groups.dp_cp.size() > 1)
+    is_faster = grid.backend == "nccl" and grid.groups.dp_cp.size() > 1
+    reduces, gathers = config.parallel.resolved_overlaps(is_faster=is_faster)
     values: dict[str, Any] = {
         "runtime.device": grid.device,
         "precision.dtype": "bf16" if config.dtype(grid.device) == torch.bfloat16 else "fp32",

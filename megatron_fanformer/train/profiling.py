@@ -29,13 +29,17 @@ class Profiler:
 
     @contextmanager
     def recording(self, step: int) -> Iterator[None]:
-        """Profile a training step if it is due, with what follows it unless it is the last."""
+        """Profile a training step if it is one of `logging.profile_steps`.
+
+        The profiler stays on from step to step, so it also records the work between two of them. The profile is written
+        after the last.
+        """
         if not self._first <= step <= self._last:
             yield
             return
         if self._profile is None:
-            self._first = step
-            self._profile = profile()  # of all that the device offers
+            self._first = step  # a resumed run may start later than the first step to profile
+            self._profile = profile()  # without arguments it records all activities that the device supports
             self._profile.start()
         with record_function(f"step {step}"):
             yield

@@ -96,11 +96,12 @@ def wrap_stages(
     return wrapped
 
 
-def release(wrapped: list[DistributedDataParallel]) -> None:
-    """Take the hooks off the gradients, after the last step.
+def drop_gradient_hooks(wrapped: list[DistributedDataParallel]) -> None:
+    """Drop the hooks that megatron-core attached to the gradients, after the last step.
 
-    Each closes a cycle, through torch's C++, of weight, hook and model, which Python's collector cannot see: a process
-    that trains one model after another would keep them all, with their process groups.
+    A wrapped chunk holds torch's gradient nodes, a node holds its hook, and the hook holds the chunk. The nodes are C++
+    objects, so Python's collector does not see this cycle: a process that trains one model after another would keep
+    all models and their process groups.
     """
     for chunk in wrapped:
         chunk.grad_accs.clear()

@@ -36,7 +36,7 @@ from megatron_fanformer.train.step import (
     StepBatches,
     StepResult,
     attempt_step,
-    release,
+    drop_gradient_hooks,
     update_weights,
     weights_in_step,
     wrap_stages,
@@ -150,7 +150,7 @@ class Trainer:
         self.profiler.close(self.step, failed=failed)
         self._saves.close()
         self._batches.close()
-        release(self._wrapped)
+        drop_gradient_hooks(self._wrapped)
         self._logs.close(failed=failed)
 
     # -- one step

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 from transformers import ContinuousBatchingConfig, GenerationConfig, StaticCache
 
-from megatron_fanformer.hf.modeling_fanformer import CACHE
+from megatron_fanformer.hf.modeling_fanformer import CACHE_NAME
 from tests.hf.models import PLACEMENTS, build, prompts, some_ids
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}
@@ -39,11 +39,11 @@ def test_cached_equals_uncached(fields, attention):
     assert torch.equal(model.generate(ids, max_new_tokens=12, **GREEDY), greedy_without_cache(model, ids, 12))
 
 
-@pytest.mark.parametrize("name", sorted({CACHE, "past_key_values"}))
+@pytest.mark.parametrize("name", sorted({CACHE_NAME, "past_key_values"}))
 def test_logits_from_the_cache_are_those_of_the_whole(fields, name):
     model, ids = build(**fields), some_ids()
     first = model(ids[:, :7], use_cache=True)
-    second = model(ids[:, 7:], **{name: first[CACHE]})
+    second = model(ids[:, 7:], **{name: first[CACHE_NAME]})
     joined = torch.cat([first.logits, second.logits], dim=1)
     assert (joined - model(ids).logits).abs().max() < FLOAT32_LOGITS
 
@@ -99,5 +99,5 @@ def test_the_forward_compiles_without_graph_breaks(placement):
     assert (compiled(ids, use_cache=False).logits - model(ids).logits).abs().max() < FLOAT32_LOGITS
     assert (compiled(ids).logits - model(ids).logits).abs().max() < FLOAT32_LOGITS
     cache = StaticCache(config=model.config, max_cache_len=16)
-    steps = [compiled(part, **{CACHE: cache}).logits for part in (ids[:, :7], ids[:, 7:8], ids[:, 8:9])]
+    steps = [compiled(part, **{CACHE_NAME: cache}).logits for part in (ids[:, :7], ids[:, 7:8], ids[:, 8:9])]
     assert (torch.cat(steps, dim=1) - model(ids[:, :9]).logits).abs().max() < FLOAT32_LOGITS

@@ -10,7 +10,7 @@ from megatron_fanformer.plan.gradient_buffers import first_stage_buckets
 from megatron_fanformer.plan.job import Job, training_flops_per_token
 from megatron_fanformer.plan.machines import Link, Machine
 from megatron_fanformer.plan.matrix_updates import MatrixUpdates, Term
-from megatron_fanformer.plan.step_time import FLASH_BACKWARD, StepTime, collective_seconds, step_time
+from megatron_fanformer.plan.step_time import FLASH_BACKWARD, StepTime, step_time, term_seconds
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.train.optimizers import OPTIMIZERS
 from tests.plan.runs import engine_job_of
@@ -78,7 +78,7 @@ def test_rings_by_hand() -> None:
     machine = dataclasses.replace(PLAIN, domain=link, network=network, collective_seconds=10, domain_size=8)
 
     def seconds(kind: str, ranks: int, stride: int) -> float:
-        return collective_seconds(Term("", kind, "", 1000), ranks, stride, machine)
+        return term_seconds(Term("", kind, "", 1000), ranks, stride, machine)
 
     assert seconds("all-gather", 4, 1) == pytest.approx(10 + 3 / 4 * 1000 / 100)
     assert seconds("all-reduce", 4, 1) == pytest.approx(10 + 2 * 3 / 4 * 1000 / 100)
