@@ -164,7 +164,7 @@ def test_every_record_is_whole(verb: Verb[Any]) -> None:
 
 
 def test_counts() -> None:
-    assert [count_of(text) for text in ("1T", "1.5K", "9_001")] == [10**12, 1500, 9001]
+    assert [count_of(text) for text in ("1T", "2G", "1.5K", "9_001")] == [10**12, 2 * 10**9, 1500, 9001]
     for text in ("", "T", "0", "1.0001K", "-1", " 1", "1e9", "\u0661", "1000001T"):
         with pytest.raises(InputError, match="is not a number from 1 to 1000000T; write it as in 1"):
             count_of(text)

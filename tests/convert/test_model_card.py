@@ -29,6 +29,6 @@ def test_the_training_of_a_run_is_told_and_that_of_converted_weights_is_not(tmp_
 
 
 def test_a_name_is_text_in_the_card_and_a_word_in_its_commands() -> None:
-    card = model_card(MODEL, Extras(name="a <script>b</script> $(c)", tokenizer=Path("t.json")))
-    assert r"# a \<script\>b\</script\> $(c)" in card.splitlines()
-    assert "--model_args 'pretrained=a <script>b</script> $(c),trust_remote_code=True' --tasks" in card
+    card = model_card(MODEL, Extras(name="a| <script>b</script> $(c)", tokenizer=Path("t.json")))
+    assert r"# a\| \<script\>b\</script\> $(c)" in card.splitlines()
+    assert "--model_args 'pretrained=a| <script>b</script> $(c),trust_remote_code=True' --tasks" in card

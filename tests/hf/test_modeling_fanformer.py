@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megatron_fanformer.hf import FANformerConfig, FANformerForCausalLM, configuration_fanformer
 from megatron_fanformer.hf.modeling_fanformer import FANActivation, FANformerRMSNorm, FANformerRotaryEmbedding
-from tests.hf.models import PLACEMENTS, SIZES, VARIANTS, build, some_ids
+from tests.hf.models import OWN_VALUES, PLACEMENTS, SIZES, VARIANTS, build, some_ids
 from tests.plain_model import from_transformers, plain_logits
 
 
@@ -204,6 +204,19 @@ def test_logits_are_those_of_the_equations(fields):
     exact = {name: weight.double() for name, weight in from_transformers(model.state_dict()).items()}
     expected = plain_logits(exact, ids, heads=4, gelu=gelu)
     assert (model(ids).logits - expected).abs().max() < FLOAT32_LOGITS
+
+
+def test_values_of_their_own_fan_have_no_matrix_behind_it():
+    shapes = {name: tuple(w.shape) for name, w in build(**OWN_VALUES).model.layers[0].self_attn.named_parameters()}
+    assert shapes == {
+        "fan.weight": (24, 32),
+        "fan.bias": (24,),
+        "q_proj.weight": (32, 32),
+        "k_proj.weight": (16, 32),
+        "v_fan.weight": (14, 32),  # P = 2, G = 12 of 16
+        "v_fan.bias": (14,),
+        "o_proj.weight": (32, 32),
+    }
 
 
 @pytest.mark.parametrize("fields", PLACEMENTS.values(), ids=PLACEMENTS.keys())
