@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +19,7 @@ from megatron_fanformer.evaluate import generation_tasks
 from megatron_fanformer.evaluate.config import EvaluationRequest
 from megatron_fanformer.evaluate.prepare import CONTEXT_LENGTH, prepare_requests
 from megatron_fanformer.evaluate.requests import RequestFile, read_requests
-from megatron_fanformer.evaluate.results import Result, Settings
+from megatron_fanformer.evaluate.results import Result, SetResult, Settings
 from megatron_fanformer.evaluate.scoring import choice_result, group_perplexities, perplexity_of_sets, scores_of_tasks
 from megatron_fanformer.evaluate.survey import EvaluationSurvey, survey_evaluation
 from megatron_fanformer.generate.models import ModelSource, TrainedModel, find_model
@@ -40,7 +40,7 @@ class EvaluationJob:
     source: ModelSource
     tokenizer: Path | None
     tokenizer_sha256: str | None
-    survey: EvaluationSurvey
+    survey: EvaluationSurvey = field(default_factory=EvaluationSurvey)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +77,7 @@ def find_jobs(request: EvaluationRequest) -> Jobs:
         if tokenizer is None and (options.tasks or options.requests):
             problems.append(f"{checkpoint} holds no tokenizer; name the one that it was trained with as --tokenizer")
         sha256 = None if tokenizer is None else sha256_of(tokenizer_file(tokenizer))
-        jobs.append(
-            EvaluationJob(source=source, tokenizer=tokenizer, tokenizer_sha256=sha256, survey=EvaluationSurvey())
-        )
+        jobs.append(EvaluationJob(source=source, tokenizer=tokenizer, tokenizer_sha256=sha256))
     if problems:
         raise InputError("\n".join(problems))
     file = _request_file(request, jobs)
@@ -181,11 +179,7 @@ def evaluate_jobs(request: EvaluationRequest, jobs: Jobs, grid: RankGrid, *, log
         if job.survey.sets:
             log(f"{path}: perplexity")
         losses = perplexity_of_sets(stages, job.survey.sets, grid, batch_tokens=batch_tokens)
-        for name, loss in losses.items():  # the same on every rank
-            if not math.isfinite(loss.loss):
-                raise DivergenceError(
-                    f"set {name}: the loss is {loss.loss}; the model diverged: evaluate an earlier checkpoint"
-                )
+        _refuse_not_finite(losses)
         if job.survey.tasks:
             log(f"{path}: tasks")
         scores = scores_of_tasks(stages, job.survey.tasks, grid, batch_tokens=batch_tokens, every_metric=True)
@@ -214,3 +208,11 @@ def evaluate_jobs(request: EvaluationRequest, jobs: Jobs, grid: RankGrid, *, log
             perplexity=losses,
             groups={str(group): mean for group, mean in group_perplexities(losses).items()},
         )
+
+
+def _refuse_not_finite(losses: dict[str, SetResult]) -> None:
+    for name, loss in losses.items():  # the same on every rank
+        if not math.isfinite(loss.loss):
+            raise DivergenceError(
+                f"set {name}: the loss is {loss.loss}; the model diverged: evaluate an earlier checkpoint"
+            )

@@ -111,15 +111,8 @@ def prepare_requests(
     versions = {"megatron-fanformer": __version__} | ({PACKAGE: VERSION} if named else {})
     if output is None:
         files = [[task.name, task.sha256] for task in own_tasks]
-        sources = [
-            [task.name for task in named],
-            files,
-            tokenizer_sha256,
-            encoder.eod_id,
-            context_length,
-            limit,
-            versions,
-        ]
+        names = [task.name for task in named]
+        sources = [names, files, tokenizer_sha256, encoder.eod_id, context_length, limit, versions]
         key = hashlib.sha256(json.dumps(sources).encode()).hexdigest()
         output = cache_folder() / "requests" / f"{key}.safetensors"
         with suppress(CorruptError, InputError):

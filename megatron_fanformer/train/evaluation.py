@@ -43,6 +43,7 @@ class Evaluation:
         self, config: RunConfig, survey: EvaluationSurvey, grid: RankGrid, shall_stop: Callable[[], bool]
     ) -> None:
         self._config, self._survey, self._grid, self._shall_stop = config, survey, grid, shall_stop
+        self._scoring: Any = {"batch_tokens": config.evaluation_batch_tokens, "shall_stop": shall_stop}
 
     def metrics(self, step: int, stages: list[Any], valid: Mapping[str, Any]) -> dict[str, float]:
         """Return the metrics that are due after a step; after a request to stop, those that were complete by then.
@@ -93,17 +94,15 @@ class Evaluation:
         return {f"{VALIDATION_LOSS}/{name}": loss}
 
     def _perplexity_metrics(self, step: int, stages: list[Any]) -> dict[str, float]:
-        options: Any = {"batch_tokens": self._config.evaluation_batch_tokens, "shall_stop": self._shall_stop}
-        results = perplexity_of_sets(stages, self._survey.sets, self._grid, **options)
+        results = perplexity_of_sets(stages, self._survey.sets, self._grid, **self._scoring)
         for name, result in results.items():
             _refuse_not_finite(step, f"the loss on {name}", result.loss)
             logger.info("step %d  %s: perplexity %.2f, loss %.4f", step, name, result.perplexity, result.loss)
         return perplexity_metrics(results)
 
     def _task_metrics(self, step: int, stages: list[Any]) -> dict[str, float]:
-        tasks: Mapping[str, TaskRequests] = self._survey.tasks
-        options: Any = {"batch_tokens": self._config.evaluation_batch_tokens, "shall_stop": self._shall_stop}
-        scores = scores_of_tasks(stages, tasks, self._grid, every_metric=False, **options)
+        tasks = self._survey.tasks
+        scores = scores_of_tasks(stages, tasks, self._grid, every_metric=False, **self._scoring)
         metrics: dict[str, float] = {}
         for name, task in tasks.items():
             values = task_metrics(task, scores[name])

@@ -128,18 +128,12 @@ def find_start(
     if problems := machine_problems(config):
         raise InputError("\n".join(problems))
     data = check_data(config)
-    identity = _identity(config, data, candidates if config.recovery.use_earlier_checkpoint else candidates[:1])
-    sources = [source for blend in (data.train, *data.mixes.values()) for source in blend.sources]
-    manifests = [read_manifest(prefix) for source in sources for prefix in source.prefixes]
-    made_by = [manifest.tokenizer.sha256 for manifest in manifests if manifest]
-    if identity.tokenizer and (other := another_tokenizer(made_by, identity.tokenizer, "data.tokenizer")):
-        logger.warning("training data were made with %s, which goes into every checkpoint; name theirs", other)
     return RunStart(
         candidates=candidates,
         damaged=damaged,
         loaded=loaded,
         data=data,
-        identity=identity,
+        identity=_identity(config, data, candidates if config.recovery.use_earlier_checkpoint else candidates[:1]),
         train_iters=config.training.steps,
         evaluation=evaluation,
         events=tuple(read_events(run)) if candidates else (),
@@ -269,6 +263,10 @@ def _identity(config: RunConfig, data: CheckedData, candidates: Sequence[Path]) 
     ).repeats_pairs(config.data, train_samples=train_samples)
     mixes = run_mixes(config, data)
     present = fingerprint_data(config.data, data, samples=train_samples if is_repeated else None, mixes=mixes)
+    manifests = [read_manifest(prefix) for mix in mixes for source in mix.blend.sources for prefix in source.prefixes]
+    made_by = [manifest.tokenizer.sha256 for manifest in manifests if manifest]
+    if present.tokenizer and (other := another_tokenizer(made_by, present.tokenizer, "data.tokenizer")):
+        logger.warning("training data were made with %s, which goes into every checkpoint; name theirs", other)
     for checkpoint in candidates:
         try:
             progress = saved_progress(checkpoint, read_table(checkpoint))
