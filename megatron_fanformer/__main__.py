@@ -7,10 +7,10 @@ from megatron_fanformer.cli import main
 
 
 def entry_point() -> None:
-    """Run the installed command."""
+    """Run this process's command line, and exit with its code."""
     code = main()
-    if "triton" not in sys.modules:  # which, where it is not collected, reports leaks in dozens of lines
-        gc.freeze()  # or Python would look through all of torch for garbage before it ends, for a second
+    if "triton" not in sys.modules:  # triton reports leaks in dozens of lines if it is not collected
+        gc.freeze()  # otherwise Python spends a second on looking for garbage in torch before it ends
     sys.exit(code)
 
 

@@ -1,9 +1,8 @@
-"""Configurations as plain values: checked against dataclasses, overridden field by field, described.
+"""Configurations: from YAML and JSON to dataclasses, with overrides, errors for the user, and descriptions of fields.
 
-A configuration is a frozen, keyword-only dataclass whose fields are values or such dataclasses again (its sections).
+A configuration is a frozen, keyword-only dataclass. Its fields are values, or dataclasses in turn: its sections.
 msgspec decides whether a value fits a field's type, strictly: "1" is not an integer, true is not a number. This module
-adds finite numbers, the wording of errors, all of them at once, and the docstring below each field, which is read from
-the source.
+refuses NaN and infinity, reports all wrong values at once, and reads the docstring below each field from the source.
 """
 
 import ast
@@ -13,6 +12,7 @@ import functools
 import inspect
 import json
 import math
+import os
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origi
 import msgspec
 import yaml
 
-from megatron_fanformer.durable_files import at_home, regular_file
+from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import InputError, did_you_mean
 
 Config = TypeVar("Config")
@@ -36,38 +36,35 @@ TYPES: dict[Any, tuple[str, str]] = {
     NoneType: ("null", "null"),
     Any: ("a value", "values"),
 }
-"""The name of each type, and of many of it."""
-MOST_SHOWN = 80  # characters of a wrong value
+"""The name of each type, in the singular and the plural."""
+MOST_BYTES = 1 << 20  # of a file that came with a checkpoint
 
 Advice = Callable[[str], str | None]
-"""Returns the remedy, as a clause, for a name that is no field's; None: nothing special. It gets a key as its dotted
-name, an argument of the command line as it is."""
-
-
-def no_advice(_name: str) -> None:
-    """Advice where there is none."""
+"""Takes an unknown name, `section.field` or an argument of the command line; returns the remedy, or None."""
 
 
 # -- from plain values
 
 
-def build(values: Mapping[str, Any], owner: type[Config], prefix: str = "", *, advice: Advice = no_advice) -> Config:
-    """Return the dataclass that nested plain values describe.
+def build(
+    values: Mapping[str, Any], owner: type[Config], prefix: str = "", *, advice: Advice = lambda _name: None
+) -> Config:
+    """Return an instance of a dataclass, made of nested plain values; `~/` in texts is the home directory.
 
     Args:
         prefix: precedes the names in messages, such as `model.`.
-        advice: returns the remedy for an unknown key; without one the key most like it is named.
+        advice: returns the remedy for an unknown key; if None, the message names the most similar key.
 
     Raises:
         InputError: keys are unknown or missing, or values have a wrong type; one line each, with the dotted name.
     """
     if problems := value_problems(values, owner, prefix, advice=advice):
         raise InputError("\n".join(problems))
-    return _instance(values, owner)
+    return msgspec.convert(expand_home(dict(values)), owner)
 
 
 def value_problems(
-    values: Mapping[str, Any], owner: type, prefix: str = "", *, advice: Advice = no_advice
+    values: Mapping[str, Any], owner: type, prefix: str = "", *, advice: Advice = lambda _name: None
 ) -> list[str]:
     """Return one line for each unknown key, each missing one, and each value of a wrong type."""
     hints = get_type_hints(owner)
@@ -78,40 +75,36 @@ def value_problems(
             problems.append(f"unknown configuration key {prefix}{key}; {advice(f'{prefix}{key}') or remedy}")
     for field in dataclasses.fields(owner):
         name, hint = prefix + field.name, hints[field.name]
-        present, value = field.name in values, values.get(field.name)
-        if _is_required(field) and not present and not _is_section(hint):
+        is_section = dataclasses.is_dataclass(hint)
+        if field.name not in values and not _is_required(field):
+            continue
+        value = values.get(field.name, {} if is_section else None)
+        if is_section and isinstance(value, Mapping):  # a missing section is reported by its missing fields
+            problems += value_problems(value, hint, f"{name}.", advice=advice)
+        elif field.name not in values:
             problems.append(f"{name} is missing; it must be {_type_name(hint)}")
-        elif _is_section(hint) and (isinstance(value, Mapping) or (_is_required(field) and not present)):
-            problems += value_problems(value or {}, hint, f"{name}.", advice=advice)
-        elif present and (_is_section(hint) or not _fits(value, hint)):
-            text = json.dumps(value, ensure_ascii=False, default=str)
-            shown = text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
-            problems.append(f"{name} is {shown}; it must be {_type_name(hint)}")
+        elif is_section or not _fits(value, hint):
+            shown = json.dumps(value, ensure_ascii=False, default=str)
+            problems.append(f"{name} is {shown:.80}; it must be {_type_name(hint)}")
     return problems
 
 
-def _instance(values: Mapping[str, Any], owner: type[Config]) -> Config:
-    hints = get_type_hints(owner)
-    fields: dict[str, Any] = {}
-    for field in dataclasses.fields(owner):  # type: ignore[arg-type]
-        name, hint = field.name, hints[field.name]
-        if _is_section(hint) and (name in values or _is_required(field)):
-            fields[name] = _instance(values.get(name, {}), hint)
-        elif name in values:
-            fields[name] = msgspec.convert(at_home(values[name]), hint)
-    return owner(**fields)
+def expand_home(value: Any) -> Any:
+    """Return a value in which every text that begins with `~/` begins with the home directory instead."""
+    if isinstance(value, str) and value.startswith("~/"):
+        return os.path.expanduser(value)
+    if isinstance(value, list | tuple):
+        return [expand_home(part) for part in value]
+    return {key: expand_home(part) for key, part in value.items()} if isinstance(value, dict) else value
 
 
 def _fits(value: Any, hint: Any) -> bool:
+    """Return whether a value has a type, and is finite."""
     try:
-        converted = msgspec.convert(value, hint)  # to the field's type: an integer to a float, say
+        converted = msgspec.convert(value, hint)  # a field of type float takes an integer
     except msgspec.ValidationError:
         return False
     return not isinstance(converted, float) or math.isfinite(converted)
-
-
-def _is_section(hint: Any) -> bool:
-    return dataclasses.is_dataclass(hint)
 
 
 def _is_required(field: "dataclasses.Field[Any]") -> bool:
@@ -119,6 +112,7 @@ def _is_required(field: "dataclasses.Field[Any]") -> bool:
 
 
 def _type_name(hint: Any, *, many: bool = False) -> str:
+    """Return the name of a type, such as `a list of integers`, or its plural."""
     kind, parts = get_origin(hint), get_args(hint)
     if kind is Literal:
         return ("" if many else "one of ") + ", ".join(map(str, parts))
@@ -128,24 +122,21 @@ def _type_name(hint: Any, *, many: bool = False) -> str:
         return f"{'lists' if many else 'a list'} of {_type_name(parts[0], many=True)}"
     if kind is dict:
         return f"{'mappings' if many else 'a mapping'} of names to {_type_name(parts[1], many=True)}"
-    return f"a section with keys such as {dataclasses.fields(hint)[0].name}" if _is_section(hint) else TYPES[hint][many]
+    if dataclasses.is_dataclass(hint):
+        return f"a section with keys such as {dataclasses.fields(hint)[0].name}"
+    return TYPES[hint][many]
 
 
 # -- files and overrides
 
-MOST_BYTES = 1 << 20  # of a file that came with a checkpoint
-
 
 class _Loader(yaml.SafeLoader):
-    """YAML's plain values, with 4e-4 as a number, as in YAML 1.2; YAML 1.1 reads it as text.
-
-    Refuses a mapping with the same key twice, of which PyYAML takes the last.
-    """
+    """Reads YAML with 4e-4 as a number, which PyYAML reads as text, and refuses a mapping that has a key twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if not key.tag.endswith(":merge")]
-        if twice := [key for number, key in enumerate(keys) if key in keys[:number]]:
-            raise ValueError(f"{twice[0]} stands twice in one mapping{node.start_mark}")
+        if repeated := [key for number, key in enumerate(keys) if key in keys[:number]]:
+            raise ValueError(f"{repeated[0]} stands twice in one mapping{node.start_mark}")
         return super().construct_mapping(node, deep)
 
 
@@ -158,21 +149,21 @@ def yaml_value(text: str) -> Any:
     """Return the plain value of a YAML text.
 
     Raises:
-        ValueError: it is not valid; says why, on one line.
+        ValueError: the text is not valid YAML; the message says why, on one line.
     """
     try:
         return yaml.load(text, _Loader)
-    # PyYAML raises the last two for a value that its tag does not describe, such as !!bool 7.
+    # PyYAML raises the last two for a value that contradicts its tag, such as !!bool 7.
     except (yaml.YAMLError, ValueError, RecursionError, LookupError, AttributeError) as error:
         raise ValueError(" ".join(str(error).split())) from None
 
 
 def read_plain_values(file: Path) -> Any:
-    """Return the plain values in a YAML file, or in a JSON file by its name, whoever wrote it.
+    """Return the plain values in an untrusted file: JSON if its name ends in .json, else YAML.
 
     Raises:
-        OSError: it cannot be read, is not a file, or is too large.
-        ValueError: it is not valid.
+        OSError: the file cannot be read, is no regular file, or is larger than 1 MiB.
+        ValueError: the file is not valid YAML or JSON.
     """
     text = regular_file(file, most_bytes=MOST_BYTES).read_text(encoding="utf-8")
     if file.suffix != ".json":
@@ -184,10 +175,10 @@ def read_plain_values(file: Path) -> Any:
 
 
 def read_values(file: Path) -> dict[str, Any]:
-    """Return the plain values of a user's YAML file.
+    """Return the sections in a user's YAML file.
 
     Raises:
-        InputError: it cannot be read, or holds no sections.
+        InputError: the file cannot be read, or holds no sections.
     """
     try:
         values = yaml_value(file.read_text(encoding="utf-8"))
@@ -200,39 +191,39 @@ def read_values(file: Path) -> dict[str, Any]:
     return values
 
 
-def read_overrides(arguments: Sequence[str], *, advice: Advice = no_advice) -> dict[str, Any]:
-    """Return the values that `--section.field VALUE` and `--section.field=VALUE` set, by dotted names; the last counts.
+def read_overrides(arguments: Sequence[str], *, advice: Advice = lambda _name: None) -> dict[str, Any]:
+    """Read `--section.field VALUE` and `--section.field=VALUE`; return the last value of each field by its dotted name.
 
     Args:
-        advice: returns the remedy for an argument that is neither.
+        advice: returns the remedy for an option without a dot, or None.
 
     Raises:
-        InputError: arguments are neither, a line each; a value is missing, or not valid YAML.
+        InputError: an argument is no such option, a value is missing, or a value is not valid YAML.
     """
     values: dict[str, Any] = {}
-    left, wrong = list(arguments), list[str]()
-    while left:
-        name, has_value, text = left.pop(0).partition("=")
-        if not (is_flag := name.startswith("--")) or "." not in name:
-            advised = advice(name) if is_flag else None
-            rule = f" (--section.field VALUE); {advised}" if advised else "; write --section.field VALUE"
-            if is_flag or not wrong:  # a word is a value of such a flag
-                wrong.append(f"{name!r} is not an override{rule}")
-            continue
-        if not has_value and not left:
-            raise InputError(f"{name} has no value; write --section.field VALUE")
-        text = text if has_value else left.pop(0)
-        try:
-            values[name[2:]] = yaml_value(text)
-        except ValueError:
-            raise InputError(f"{name} {text!r} is not a valid YAML value; quote it") from None
-    if wrong:
-        raise InputError("\n".join(wrong))
+    problems: list[str] = []
+    remaining = iter(arguments)
+    for argument in remaining:
+        name, has_value, text = argument.partition("=")
+        if name.startswith("--") and "." in name:
+            value = text if has_value else next(remaining, None)
+            if value is None:
+                raise InputError(f"{name} has no value; write --section.field VALUE")
+            try:
+                values[name[2:]] = yaml_value(value)
+            except ValueError:
+                raise InputError(f"{name} {value!r} is not a valid YAML value; quote it") from None
+        elif name.startswith("--") and (remedy := advice(name)):
+            problems.append(f"{name!r} is not an override (--section.field VALUE); {remedy}")
+        elif name.startswith("--") or not problems:  # a word after a wrong option is probably the option's value
+            problems.append(f"{name!r} is not an override; write --section.field VALUE")
+    if problems:
+        raise InputError("\n".join(problems))
     return values
 
 
-def overlaid(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested values with changes, by their dotted names, laid over them; a change replaces a mapping whole."""
+def overlay(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of nested values with `changes`, by dotted names, in place; missing sections are added."""
     merged = copy.deepcopy(dict(values))
     for name, value in changes.items():
         *path, last = name.split(".")
@@ -246,7 +237,7 @@ def overlaid(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
 
 
 def by_dotted_names(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a configuration's plain values without sections, by names as overrides have them: `model.fan.p_ratio`."""
+    """Return nested values as a flat mapping, with the names that overrides have: `model.fan.p_ratio`."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         flat |= by_dotted_names(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
@@ -254,33 +245,33 @@ def by_dotted_names(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def moved_names(values: Mapping[str, Any], moves: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
-    """Return the values with fields under their current names, and the earlier names that were given.
+    """Rename moved fields in a copy of nested values; return the copy, and the former names that were found.
 
     Args:
-        moves: from a field's earlier name, `section.field`, to its current one, which counts where both are given; to
-            nothing if it is gone.
+        moves: the current dotted name, `section.field`, by the former one; an empty name drops the field. If both names
+            have a value, that of the current name stays.
     """
-    moved, earlier = copy.deepcopy(dict(values)), []
-    for old, new in moves.items():
-        *sections, field = old.split(".")
+    moved, replaced = copy.deepcopy(dict(values)), []
+    for former, current in moves.items():
+        *path, field = former.split(".")
         source: Any = moved
-        for section in sections:
-            source = source.get(section) if isinstance(source, dict) else None
+        for key in path:
+            source = source.get(key) if isinstance(source, dict) else None
         if not isinstance(source, dict) or field not in source:
             continue
-        earlier.append(old)
+        replaced.append(former)
         value = source.pop(field)
-        section, _, field = new.partition(".")
-        if new and not (isinstance(moved.get(section), dict) and field in moved[section]):
-            moved = overlaid(moved, {new: value})
-    return moved, earlier
+        section, _, field = current.partition(".")
+        if current and not (isinstance(moved.get(section), dict) and field in moved[section]):
+            moved = overlay(moved, {current: value})
+    return moved, replaced
 
 
 # -- descriptions
 
 
 class FieldDescription(NamedTuple):
-    """One field of a configuration, as it is documented."""
+    """A field of a configuration for documentation."""
 
     name: str
     """The field's dotted name."""
@@ -288,15 +279,15 @@ class FieldDescription(NamedTuple):
     default: str | None
     """The default as YAML writes it; None for a field that must be given."""
     text: str
-    """Its docstring, on one line."""
+    """The docstring below the field, on one line."""
 
 
-def described_fields(owner: type, prefix: str = "") -> Iterator[FieldDescription]:
-    """Yield every field of a dataclass that is not a section, in order; those of its sections by dotted names."""
+def described_fields(owner: Any, prefix: str = "") -> Iterator[FieldDescription]:
+    """Yield the fields of a dataclass and of its sections in order; a section itself is not yielded."""
     hints, texts = get_type_hints(owner), field_texts(owner)
     for field in dataclasses.fields(owner):
         name, hint = prefix + field.name, hints[field.name]
-        if _is_section(hint):
+        if dataclasses.is_dataclass(hint):
             yield from described_fields(hint, f"{name}.")
             continue
         default = None
@@ -308,7 +299,7 @@ def described_fields(owner: type, prefix: str = "") -> Iterator[FieldDescription
 
 @functools.cache
 def field_texts(owner: type) -> dict[str, str]:
-    """Return the docstring below each field of a dataclass, on one line; those of its bases, too."""
+    """Return the docstrings below the fields of a dataclass and of its base classes, each on one line."""
     texts: dict[str, str] = {}
     for base in owner.__bases__:
         if dataclasses.is_dataclass(base):

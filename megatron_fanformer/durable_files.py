@@ -1,9 +1,9 @@
-"""Files and folders that exist completely or not at all, even after a power failure; their hashes, and locks.
+"""Files and folders that exist completely or not at all, even after a power failure; SHA-256 sums, and locks.
 
-`regular_file` stands before every opening of a file that somebody else may have written: opening a pipe waits for ever.
+A file is written under a hidden name (`.NAME.PROCESS.tmp`), flushed to the disk and renamed; then the folder that names
+it is flushed, too. A process that is killed leaves at most the hidden file or folder.
 
-A file gets its name once it is on the disk: it is flushed, renamed, and the folder that now names it flushed too. A
-process that is killed leaves at most a hidden file or folder (`.NAME.PROCESS.tmp`).
+Call `regular_file` before opening any file that somebody else may have written: opening a pipe waits for ever.
 """
 
 import errno
@@ -12,34 +12,25 @@ import hashlib
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 from megatron_fanformer.errors import InputError
 
 READ_BYTES = 1 << 20
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""The errors of a file system without locks; there, locking is skipped."""
+"""Errors of `flock` on a file system without locks; there, locking is skipped."""
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-"""The errors of a full file system, or of a user's full share of it."""
-
-
-def at_home(value: Any) -> Any:
-    """Return a value whose texts have the home directory for `~/`, which no shell replaces in YAML or in quotes."""
-    if isinstance(value, str) and value.startswith("~/"):
-        return os.path.expanduser(value)
-    if isinstance(value, list | tuple):
-        return [at_home(part) for part in value]
-    return {key: at_home(part) for key, part in value.items()} if isinstance(value, dict) else value
+"""Errors of writing to a full file system, or beyond the user's quota."""
 
 
 def regular_file(path: Path, *, most_bytes: int | None = None) -> Path:
-    """Return the path itself, once it is known to be a file that can be read to its end.
+    """Check that a path is a regular file, and return the path.
 
     Raises:
-        OSError: it does not exist, is a folder, a pipe, a socket or a device, or has more than `most_bytes`.
+        OSError: the path does not exist, is a folder, a pipe, a socket or a device, or has more than `most_bytes`.
     """
     status = path.stat()
     if stat.S_ISDIR(status.st_mode):
@@ -52,7 +43,11 @@ def regular_file(path: Path, *, most_bytes: int | None = None) -> Path:
 
 
 def write_atomically(path: Path, content: str | bytes, *, aside: Path | None = None) -> None:
-    """Replace a small file atomically; it is written in the folder `aside`, by default in its own."""
+    """Write a small file, or replace it, atomically.
+
+    Args:
+        aside: the folder for the hidden file until it is renamed; by default the folder of `path`.
+    """
     partial = temporary_name((aside or path.parent) / path.name)
     try:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -62,10 +57,10 @@ def write_atomically(path: Path, content: str | bytes, *, aside: Path | None = N
 
 
 def file_problems(**options: Path | None) -> list[str]:
-    """Return which of a command's options name a file that it could not write when it is done, one line each.
+    """Return one line for each option that names a file which could not be written: it, or its folder, is none.
 
     Args:
-        options: the files by the options' names; None: not given.
+        options: the files by the names of their options; None if an option is not given.
     """
     return [
         f"--{name} {path} is not a file in a folder that exists; create the folder, or name another"
@@ -75,8 +70,8 @@ def file_problems(**options: Path | None) -> list[str]:
 
 
 def publish(partial: Path, path: Path) -> None:
-    """Give a complete file, or a folder of files, its name; a file of that name is replaced."""
-    for folder, _, names in os.walk(partial) if partial.is_dir() else ():
+    """Flush a complete file or folder to the disk, and rename it to `path`; an existing file is replaced."""
+    for folder, _, names in os.walk(partial):  # which yields nothing for a file
         for name in names:
             sync(Path(folder, name))
         sync(Path(folder))
@@ -93,7 +88,7 @@ def temporary_name(path: Path) -> Path:
 
 @contextmanager
 def new_folder(destination: Path) -> Iterator[Path]:
-    """Yield a folder to fill, which takes the name `destination` when the block ends, and is removed if it fails.
+    """Yield a new folder to fill. It is renamed to `destination` when the block ends, and removed if the block fails.
 
     Raises:
         InputError: `destination` already exists.
@@ -101,7 +96,7 @@ def new_folder(destination: Path) -> Iterator[Path]:
     if destination.exists():
         raise InputError(f"{destination} already exists; name another destination, or remove it")
     partial = temporary_name(destination)
-    shutil.rmtree(partial, ignore_errors=True)  # of a killed process: in a container, all have the same few numbers
+    shutil.rmtree(partial, ignore_errors=True)  # left by a killed process with the same id: in containers, ids repeat
     partial.mkdir(parents=True)
     try:
         yield partial
@@ -111,7 +106,7 @@ def new_folder(destination: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's names, are on the disk."""
+    """Wait until a file's content, or a folder's list of names, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with naming(path):
@@ -122,7 +117,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Make errors of a file that is open name its path, which the system's own do not."""
+    """Add the path to an OSError without one: reading or writing an open file raises such errors."""
     try:
         yield
     except OSError as error:
@@ -134,21 +129,21 @@ def naming(path: Path | str) -> Iterator[None]:
 def sha256_of(path: Path) -> str:
     """Return the hexadecimal SHA-256 of a file."""
     with naming(path), regular_file(path).open("rb") as stream:
-        return sha256_of_pieces(iter(lambda: stream.read(READ_BYTES), b""))
+        return sha256_of_stream(stream)
 
 
-def sha256_of_pieces(pieces: Iterable[bytes]) -> str:
-    """Return the hexadecimal SHA-256 of bytes that come in pieces, from wherever they are read."""
+def sha256_of_stream(stream: BinaryIO) -> str:
+    """Return the hexadecimal SHA-256 of the rest of an open file."""
     digest = hashlib.sha256()
-    for piece in pieces:
-        digest.update(piece)
+    while block := stream.read(READ_BYTES):
+        digest.update(block)
     return digest.hexdigest()
 
 
 def take_lock(path: Path, *, wait: bool) -> int | None:
-    """Return a descriptor that holds the lock of a file until it is closed; the file is created if missing.
+    """Lock a file, which is created if missing, and return a descriptor that holds the lock until it is closed.
 
-    Returns None if another process holds it and `wait` is false.
+    If another process holds the lock, wait for it, or return None if `wait` is false.
     """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -161,7 +156,7 @@ def take_lock(path: Path, *, wait: bool) -> int | None:
             if isinstance(error, BlockingIOError):
                 return None
             raise
-        # Whoever held it before may have removed the file that was opened here.
+        # The previous holder may have removed the file after it was opened here.
         if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
             return descriptor
         os.close(descriptor)

@@ -1,7 +1,7 @@
-"""The errors with their exit codes; every package may raise them, and only `cli` turns them into an exit.
+"""The errors that end a command, with their exit codes, and what their messages are made of.
 
-A message is one line of the form `VALUE, RULE; REMEDY`: the value, the rule that it breaks, the way out. It shows
-no credentials: see `redacted`.
+A message is one line, `VALUE, RULE; REMEDY`: the wrong value, the rule that it breaks, and how to mend it. Every room
+may raise these errors; only `cli` turns them into an exit, and removes the credentials from their messages.
 """
 
 import difflib
@@ -22,12 +22,12 @@ def redacted(text: str) -> str:
 class FanformerError(Exception):
     """A failure that is reported to the user in one line, without a traceback.
 
-    Each kind can be made of its message alone: pickle does so where one leaves a process.
+    Subclasses must be constructible from the message alone, as pickle constructs them to pass them between processes.
     """
 
     exit_code = 1
     already_reported = False
-    """Whether it is another rank's error, raised here too so that this one ends the same way: not printed again."""
+    """Whether another rank has printed this error; this rank only ends with the same exit code."""
 
 
 class InputError(FanformerError, ValueError):
@@ -37,7 +37,7 @@ class InputError(FanformerError, ValueError):
 
 
 class InUseError(InputError):
-    """A live process holds a run's folder or an output that this one needs."""
+    """Another live process is using the run's folder or the output."""
 
 
 class CorruptError(FanformerError):
@@ -47,17 +47,17 @@ class CorruptError(FanformerError):
 
 
 class DivergenceError(FanformerError):
-    """The numbers went bad: a loss or a gradient norm that is not finite."""
+    """A loss or a gradient norm is not finite."""
 
     exit_code = 4
 
 
 class Interrupted(FanformerError):
-    """Stopped on a signal, and no step is lost; the same command continues from there."""
+    """A signal stopped the command; no step is lost, and the same command continues from there."""
 
     exit_code = 5
     is_final = False
-    """Whether it ended this process at once: other ranks do not save, either."""
+    """Whether this process ended at once, without a save; the other ranks then do not save, either."""
 
 
 def escaped(text: str) -> str:
@@ -79,10 +79,11 @@ def collect_problems(problems: list[str], read: Callable[[], _T]) -> _T | None:
 def broken_fields(
     section: str, values: object, demand: str, is_broken: Callable[[Any], bool], *names: str
 ) -> list[str]:
-    """Return a line for each of those fields of a section that breaks a rule of single fields; null breaks none.
+    """Return one line for each of the named fields whose value breaks a rule; None breaks no rule.
 
     Args:
-        demand: the rule, as in "be at least 1".
+        values: the section's dataclass.
+        demand: the rule in words, such as "be at least 1".
     """
     stated = {name: getattr(values, name) for name in names}
     return [
@@ -93,11 +94,10 @@ def broken_fields(
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str, *, prefix: str = "") -> str:
-    """Return the remedy for an unknown name: the known one most like it.
+    """Return "did you mean NAME?" with the known name most similar to `name`, or `otherwise` if none is similar.
 
     Args:
-        otherwise: the remedy where none is: one that has nothing in common would be taken for an answer.
-        prefix: of the known names, where they are shown.
+        prefix: text to show before the known name.
     """
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"did you mean {prefix}{near[0]}?" if near else otherwise
+    similar = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {prefix}{similar[0]}?" if similar else otherwise

@@ -1,13 +1,16 @@
-"""Command lines from dataclasses: the record of a verb, and its options, which are the fields of a dataclass.
+"""Command lines from dataclasses: the record of a verb, and its options.
 
-A verb's options are a frozen, keyword-only dataclass, the very object that its function takes. Each field is an option
-of its name, its type and its default; the docstring below the field is the option's help:
+The options of a verb are a frozen, keyword-only dataclass, which the verb's function takes as its argument. Each field
+is an option with the field's name, type and default; the docstring below the field is the option's help:
 
     batch_size: int = 16
-    \"\"\"Texts that are decoded together, which changes none\"\"\"
+    \"\"\"Number of texts that are decoded together\"\"\"
 
-is `--batch-size BATCH_SIZE`. A field without a default must be given; a `bool` is a switch (`--no-NAME` where it is
-True by default); a `Literal` has choices; a tuple takes several words. `option` states what a type cannot.
+makes `--batch-size BATCH_SIZE`. An option without a default is required; a `bool` is a switch, `--no-NAME` if it is
+True by default; a `Literal` has choices; a tuple takes several words. `option` states what a type cannot.
+
+Two fields are no options: `overrides` gets the remaining arguments, fields of a configuration as --section.field VALUE,
+and `command_line` the whole line, with which the ranks of a run are started.
 """
 
 import argparse
@@ -20,8 +23,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from megatron_fanformer.configuration import field_texts
-from megatron_fanformer.durable_files import at_home
+from megatron_fanformer.configuration import expand_home, field_texts
 from megatron_fanformer.errors import InputError
 
 Options = TypeVar("Options")
@@ -31,7 +33,8 @@ ANY_FIELD = (
     "Any field of the configuration can be set as --section.field VALUE, e.g. --training.train_iters 100. "
     f"`{PROGRAM} config` lists every field."
 )
-"""Help notes of a verb that takes a whole configuration."""
+"""Notes in the help of a verb that takes any field of the configuration."""
+NO_OPTIONS = ("overrides", "command_line")
 
 _COUNT = re.compile(r"(\d[\d_]*(?:\.\d+)?)([KMGBT]?)", re.ASCII | re.IGNORECASE)
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
@@ -39,7 +42,7 @@ _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 
 @dataclass(frozen=True, kw_only=True)
 class Verb(Generic[Options]):
-    """One verb of the command line."""
+    """A verb of the command line."""
 
     name: str
     help: str
@@ -47,31 +50,31 @@ class Verb(Generic[Options]):
     options: type[Options]
     """The dataclass of its options."""
     run: str
-    """The function that runs it, as "package.module:function"; its module is imported when the verb runs."""
+    """The verb's function, as "package.module:function"; the module is imported when the verb runs."""
     examples: tuple[str, str]
-    """Commands at the end of its --help, without the program's name; a line end becomes one in the shell."""
+    """Commands at the end of --help, without the program's name; a line end is shown as a continued line."""
     before: Callable[[Options], tuple[Any, ...]] = field(default=lambda options: (options,))
-    """Returns the arguments of `run`, and prepares this process for its module, where that imports torch."""
+    """Is called before the module of `run` is imported, prepares this process for it, and returns `run`'s arguments."""
     notes: str = ""
-    """Text of its --help below the options."""
+    """Text of --help below the options."""
     removed: Mapping[str, str] = field(default_factory=dict)
     """Options of earlier versions, with their dashes, and the remedy for each."""
 
     def remedies(self, command_line: Sequence[str]) -> list[str]:
-        """Return the remedies for a command line that the parser refuses."""
+        """Return the remedies for the options of earlier versions on a command line."""
         return [remedy for name, remedy in self.removed.items() if name in command_line]
 
     def read(self, given: Mapping[str, Any], rest: Sequence[str], command_line: Sequence[str]) -> Options:
-        """Return the options, with their defaults where the parser found nothing.
+        """Return the options of a command line.
 
         Args:
-            given: the parsed values by the names of their fields.
-            rest: arguments that are no options; overrides, where the verb takes them.
+            given: the parsed values by the names of their fields, without those that the command line does not state.
+            rest: the arguments that the parser does not know: overrides, if the verb takes them.
 
         Raises:
-            InputError: an argument is unknown, an option has no effect, or breaks its own rule.
+            InputError: an argument is unknown, an option has no effect, or a value breaks the option's rule.
         """
-        fields = {entry.name: entry for entry in _fields(self.options)}
+        fields = {entry.name: entry for entry in dataclasses.fields(self.options)}  # type: ignore[arg-type]
         unknown = [word for word in rest if word in self.removed or "overrides" not in fields]
         if unknown:
             remedy = next(iter(self.remedies(command_line)), f"{PROGRAM} {self.name} --help lists the options")
@@ -85,8 +88,8 @@ class Verb(Generic[Options]):
         for name in values:
             needs = fields[name].metadata.get("needs", ())
             if needs and not any(_is_met(need, values) for need in needs):
-                shown = rest[0] if name == "overrides" else _written(fields[name])
-                others = " or ".join(need.partition("=")[2] or _written(fields[need]) for need in needs)
+                shown = rest[0] if name == "overrides" else _shown_name(fields[name])
+                others = " or ".join(need.partition("=")[2] or _shown_name(fields[need]) for need in needs)
                 problems.append(f"{shown} has no effect without {others}; add that, or leave it out")
         if problems:
             raise InputError("\n".join(problems))
@@ -96,6 +99,7 @@ class Verb(Generic[Options]):
 
 
 def _is_met(need: str, values: Mapping[str, Any]) -> bool:
+    """Return whether the command line states a field, or for `FIELD=VALUE` whether it states that value."""
     name, _, value = need.partition("=")
     return name in values and (not value or values[name] == value)
 
@@ -107,87 +111,67 @@ def option(default: Any = MISSING, **shape: Any) -> Any:
         shape: by these names:
             name: the option's name with its dashes; by default as its field.
             metavar: the value's placeholder in --help; by default from the option's name.
-            parse: parses one word, in place of the type.
+            parse: converts a word to a value, in place of the type.
             repeated: whether the option may be repeated, each time adding one word to a tuple.
             nargs: number of words of a tuple; by default one or more.
-            group: title of its group in --help.
+            group: title of the option's group in --help.
             exclusive: name of a group of options of which at most one may be given.
-            needs: fields of which one must be given for this one to have an effect, or have a value (`action=run`).
-            kind: `argument`, known by its place, or `none`, which the command line cannot set.
+            needs: names of fields; without any of them, this option has no effect. `FIELD=VALUE` demands that value.
+            is_argument: whether the value is a positional argument.
     """
     return field(default=default, metadata=shape)
 
 
 def argument(default: Any = MISSING, **shape: Any) -> Any:
-    """Return the field of an argument that is known by its place."""
-    return option(default, kind="argument", **shape)
+    """Return the field of a positional argument."""
+    return option(default, is_argument=True, **shape)
 
 
-def overrides(*, needs: tuple[str, ...] = ()) -> Any:
-    """Return the field `overrides`: the remaining arguments, fields of a configuration as --section.field VALUE."""
-    return option((), kind="none", needs=needs)
-
-
-def command_line() -> Any:
-    """Return the field `command_line`: the whole line, for the ranks of a run that are started with it."""
-    return option((), kind="none")
-
-
-def home_path(text: str) -> Path:
-    """Read a path, in which `~/` is the home directory."""
-    return Path(at_home(text))
-
-
-def count_of(text: str) -> int:
-    """Return a number of tokens, bytes or steps: digits, which may have a factor, as in 3.9T, 300B, 10G, 15M or 20K.
+def count(text: str) -> int:
+    """Read a number of tokens, bytes or steps, with or without a factor: 3.9T, 300B, 10G, 15M, 20K, 9001.
 
     Raises:
-        InputError: it is none, has a fraction, or is not from 1 to 10^18.
+        ArgumentTypeError: the text is no number, or not an integer from 1 to 10^18.
     """
     match = _COUNT.fullmatch(text)
     number = Decimal(match[1]) * _FACTORS[match[2].upper()] if match else Decimal(0)
     if not 1 <= number <= 10**18 or number != number.to_integral_value():
-        raise InputError(f"{text!r} is not a number from 1 to 1000000T; write it as in 1.05T, 300B, 10G, 15M or 20K")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number from 1 to 1000000T; write it as in 1.05T, 300B, 10G, 15M or 20K"
+        )
     return int(number)
 
 
-def count(text: str) -> int:
-    """Read an option as `count_of` does."""
-    try:
-        return count_of(text)
-    except InputError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def option_name(name: str) -> str:
-    """Return how the option of a field is written, where it has no other name."""
+    """Return the default name of a field's option, such as --batch-size."""
     return f"--{name.replace('_', '-')}"
 
 
-def _written(entry: "dataclasses.Field[Any]") -> str:
-    if entry.metadata.get("kind") == "argument":
+def _shown_name(entry: "dataclasses.Field[Any]") -> str:
+    """Return the name of an option or a positional argument on the command line."""
+    if entry.metadata.get("is_argument"):
         return str(entry.metadata.get("metavar", entry.name.upper()))
     return entry.metadata.get("name") or option_name(f"no_{entry.name}" if entry.default is True else entry.name)
 
 
 def add_options(parser: argparse.ArgumentParser, owner: type) -> None:
-    """Add an argument for each field; the namespace will hold only those on the command line."""
+    """Add the options and arguments of a dataclass; parsing returns only those that the command line states."""
     hints, texts = get_type_hints(owner), field_texts(owner)
     groups: dict[str | None, Any] = {None: parser}
-    for entry in _fields(owner):
-        shape = entry.metadata
-        if shape.get("kind") == "none":
+    for entry in dataclasses.fields(owner):
+        if entry.name in NO_OPTIONS:
             continue
+        shape = entry.metadata
         key = shape.get("exclusive") or shape.get("group")
         if key not in groups:
             is_exclusive = shape.get("exclusive") is not None
             groups[key] = parser.add_mutually_exclusive_group() if is_exclusive else parser.add_argument_group(key)
         keywords = _keywords(entry, hints[entry.name])
         keywords["help"] = _help(texts[entry.name], entry).replace("%", "%%")
-        if shape.get("kind") == "argument":
+        if shape.get("is_argument"):
             groups[key].add_argument(entry.name, default=argparse.SUPPRESS, **keywords)
             continue
-        name = _written(entry)
+        name = _shown_name(entry)
         if keywords.get("action") not in ("store_true", "store_false") and "choices" not in keywords:
             keywords.setdefault("metavar", name.lstrip("-").replace("-", "_").upper())
         is_required = entry.default is entry.default_factory is MISSING
@@ -202,7 +186,7 @@ def _keywords(entry: "dataclasses.Field[Any]", hint: Any) -> dict[str, Any]:
     if kind is bool:
         return {"action": "store_false" if entry.default is True else "store_true"}
     keywords: dict[str, Any] = {"metavar": shape["metavar"]} if shape.get("metavar") else {}
-    is_optional_argument = shape.get("kind") == "argument" and entry.default is not MISSING
+    is_optional_argument = shape.get("is_argument") and entry.default is not MISSING
     if get_origin(kind) is tuple:
         kind = get_args(kind)[0]
         if shape.get("repeated"):
@@ -216,19 +200,15 @@ def _keywords(entry: "dataclasses.Field[Any]", hint: Any) -> dict[str, Any]:
     if get_origin(kind) is Literal:
         return {**keywords, "choices": get_args(kind)}
     assert kind in (str, int, float, Path), f"{entry.name}: nothing reads a word as {kind}; give it parse"
-    return {**keywords, "type": home_path if kind is Path else kind}
+    return {**keywords, "type": (lambda text: Path(expand_home(text))) if kind is Path else kind}
 
 
 def _help(text: str, entry: "dataclasses.Field[Any]") -> str:
-    """Return the docstring, with the default where that is a value to read."""
+    """Return a field's docstring as help, with the default if there is one to show."""
     text = text.removesuffix(".")
     if entry.default is True:
         return f"Do not {text[0].lower()}{text[1:]}"
-    if entry.default in (dataclasses.MISSING, None, (), "") or isinstance(entry.default, bool):
+    if entry.default in (MISSING, None, (), "") or isinstance(entry.default, bool):
         return text
     default = f"{entry.default:g}" if isinstance(entry.default, float) else entry.default
     return f"{text} (default: {default})"
-
-
-def _fields(owner: Any) -> "tuple[dataclasses.Field[Any], ...]":
-    return dataclasses.fields(owner)

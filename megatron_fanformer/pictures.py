@@ -1,7 +1,7 @@
-"""Pictures as PNG files, all in one style; matplotlib is imported where one is drawn, and needs no display.
+"""Pictures as PNG files in one style; matplotlib is imported only to draw, and needs no display.
 
-A `$` in a picture is a dollar. Left alone, matplotlib reads the text between two of them as mathematics, and fails
-where it is none: in the name of a run's folder, say, or of a task.
+By default, matplotlib reads the text between two `$` as mathematics, and fails if it is none, as in the name of a run's
+folder. Here a `$` is a dollar.
 """
 
 import io
@@ -20,11 +20,14 @@ STYLE = {
 PANEL = (6.5, 4.2)  # inches
 
 
-def drawn(draw: Callable[[Any], None], *, rows: int = 1, columns: int = 1, size: tuple[float, float] = PANEL) -> bytes:
-    """Return a PNG of panels, which are drawn by a function that is given matplotlib's array of them, [rows, columns].
+def render_png(
+    draw: Callable[[Any], None], *, rows: int = 1, columns: int = 1, size: tuple[float, float] = PANEL
+) -> bytes:
+    """Return the PNG of a figure of panels.
 
     Args:
-        size: of a panel, in inches.
+        draw: draws into the figure's array of matplotlib's axes, [rows, columns].
+        size: width and height of a panel, in inches.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -37,15 +40,15 @@ def drawn(draw: Callable[[Any], None], *, rows: int = 1, columns: int = 1, size:
     return picture.getvalue()
 
 
-def set_logarithmic(*several: Any) -> None:
-    """Make axes (`panel.xaxis`, `panel.yaxis`) logarithmic, their ticks plain numbers: matplotlib's are mathematics."""
+def set_logarithmic(*axes: Any) -> None:
+    """Make axes (`panel.xaxis`, `panel.yaxis`) logarithmic, and label their ticks without mathematics, as in 1e+09."""
     from matplotlib.ticker import LogFormatter
 
     class PlainNumbers(LogFormatter):
         def __call__(self, x: float, pos: int | None = None) -> str:
-            return f"{x:.3g}" if super().__call__(x, pos) else ""  # which ticks get a label is the formatter's choice
+            return f"{x:.3g}" if super().__call__(x, pos) else ""  # matplotlib chooses which ticks get a label
 
-    for axis in several:
+    for axis in axes:
         getattr(axis.axes, f"set_{axis.axis_name}scale")("log")
         axis.set_major_formatter(PlainNumbers())
         axis.set_minor_formatter(PlainNumbers())

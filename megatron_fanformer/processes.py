@@ -1,4 +1,4 @@
-"""This program's own processes: their signals, cores and garbage, and how none outlives the one that started it."""
+"""Signals, CPU cores and garbage collection of a process, and child processes that end when their parent does."""
 
 import ctypes
 import gc
@@ -14,27 +14,26 @@ from pathlib import Path
 from megatron_fanformer.errors import Interrupted
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-"""Signals on which a run saves and stops."""
+"""Signals that make a run save and stop."""
 SAVE_SIGNAL = signal.SIGUSR2
-"""Signal on which a run saves and goes on."""
+"""Signal that makes a run save and go on."""
 NOTHING_LOST = "with no step in progress; nothing is lost, run the same command to continue"
-PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """Make the kernel send this process a signal when its parent ends, however that ends; to be called by the child.
+    """Make the kernel send this process a signal when its parent ends, even if the parent is killed.
 
-    (The parent is the thread that started it: workers are started by a thread that lives as long as they work.)
+    To the kernel, the parent is the thread that started this process: start processes by a thread that outlives them.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
 
 
 def end_with_owner(owner: int | None = None) -> None:
-    """`end_with_parent` for a process whose parent is known; it also ends if that one has already ended.
+    """Make the kernel kill this process when its parent ends, and end it now if the parent has ended already.
 
     Args:
-        owner: the parent's process id; None: of the process that spawned this one by `multiprocessing`.
+        owner: the parent's process id; None: the parent started this process by `multiprocessing`.
     """
     end_with_parent()
     if owner is None:
@@ -45,25 +44,28 @@ def end_with_owner(owner: int | None = None) -> None:
 
 
 def seconds_since_start(process: int) -> float:
-    """Return how long ago a process of this machine was started."""
+    """Return how long ago a process on this machine started."""
     ticks = int(stat_fields(process)[19])  # starttime, proc(5)
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def stat_fields(process: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on: the name before it may be any bytes."""
+    """Return the fields of /proc/PID/stat from the process's state on; the name before the state may be any bytes."""
     return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].decode("ascii").split()
 
 
 @contextmanager
 def signals_to(handler: Callable[[signal.Signals], None]) -> Iterator[None]:
-    """Pass the signals to stop and to save to a function; restore the handlers after. Under `nohup`, SIGHUP is none."""
+    """Call `handler` for each signal to stop or to save that is not ignored; afterwards restore the former handlers.
+
+    `nohup` ignores SIGHUP, and a shell ignores SIGINT for a command in its background.
+    """
     numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     before = {
         number: signal.signal(number, lambda number, _frame: handler(signal.Signals(number)))
         for number in (*numbers, SAVE_SIGNAL)
     }
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, before)  # examples/slurm.sh holds them back until there are handlers
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, before)  # examples/slurm.sh blocks them until there are handlers
     try:
         yield
     finally:
@@ -73,36 +75,36 @@ def signals_to(handler: Callable[[signal.Signals], None]) -> Iterator[None]:
 
 @contextmanager
 def ended_by_stop_signals(outcome: str = NOTHING_LOST) -> Iterator[None]:
-    """End work on the first signal to stop, as Ctrl-C would: by an error. Later ones and those to save are ignored.
+    """End the block by an error on the first signal to stop; ignore later signals, and signals to save.
 
     Args:
-        outcome: the end of the line, after the signal's name: the state of the work, and how to go on.
+        outcome: the end of the error's line, after the signal's name: what was lost, and how to go on.
 
     Raises:
-        Interrupted: a signal came, and the work has ended.
+        Interrupted: a signal to stop ended the block.
     """
-    came: list[signal.Signals] = []
+    received: list[signal.Signals] = []
 
     def stop(number: signal.Signals) -> None:
-        if number != SAVE_SIGNAL and not came:
-            came.append(number)
-            raise KeyboardInterrupt  # which no work takes for a failure of its own
+        if number != SAVE_SIGNAL and not received:
+            received.append(number)
+            raise KeyboardInterrupt  # no `except Exception` in the block catches this
 
     try:
         with signals_to(stop):
             yield
     except KeyboardInterrupt:
-        if not came:
+        if not received:
             raise
-        stopped = Interrupted(f"stopped on {came[0].name} {outcome}")
+        stopped = Interrupted(f"stopped on {received[0].name} {outcome}")
         stopped.is_final = True
         raise stopped from None
 
 
 @contextmanager
 def manual_gc() -> Iterator[None]:
-    """Turn automatic garbage collection off: ranks would each pause at a different moment, and wait for each other."""
-    was_frozen = gc.get_freeze_count() > 0  # by whoever does several runs, and is not to have it undone
+    """Turn automatic garbage collection off: each rank would pause at another moment, and the others wait for it."""
+    was_frozen = gc.get_freeze_count() > 0  # a process of several runs froze what they share, which then stays frozen
     gc.collect()
     if not was_frozen:
         gc.freeze()
@@ -116,10 +118,9 @@ def manual_gc() -> Iterator[None]:
 
 
 def usable_cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Return how many cores this process may use at once: those it may run on, and no more than a container's quota.
+    """Return the number of cores that this process may use: its CPU affinity, limited by the container's quota.
 
-    With a quota of 1.5 cores 1 is used: two threads would be stopped for a quarter of the time, together with whatever
-    waits for them.
+    A quota is rounded down: with 1.5 cores, two threads would stand still for a quarter of the time.
     """
     cores = len(os.sched_getaffinity(0))
     with suppress(OSError, ValueError):  # no control groups, or no quota ("max")

@@ -1,6 +1,6 @@
-"""Other stores, by fsspec: which paths are on one, their drivers, retries.
+"""Object stores and other places at URLs, by fsspec: drivers, checks of URLs, and retries.
 
-torch is not imported here, and fsspec where it is used: it takes a tenth of a second.
+fsspec is imported where it is used, as its import takes a tenth of a second.
 """
 
 import logging
@@ -15,14 +15,13 @@ from megatron_fanformer.durable_files import NO_SPACE
 from megatron_fanformer.errors import FanformerError, InputError, redacted
 
 PAUSES_SECONDS: tuple[float, ...] = (1, 2, 4, 8, 16, 32)
-"""Pauses before the second attempt and the further ones."""
+"""Pauses between one attempt and the next."""
 PATIENCE_SECONDS = 60.0
-"""Time after which a waiting command stops trying: a driver may take minutes to report that nothing answers."""
-DRIVER_ATTEMPTS = 2  # tries of a driver per request, within one attempt of ours
+"""Time after which no attempt begins: a driver may take minutes to report that nothing answers."""
 WRONG_URL = (FileNotFoundError, PermissionError)
 """Errors that mean a wrong URL or missing rights, not a failing store."""
 READ_BYTES = 1 << 24
-"""Bytes of one request, of a file that is read from start to end."""
+"""Bytes of one request for a file that is read from start to end."""
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://")
 _PASSWORD = re.compile(r"://[^\s/:@]*:[^\s@]*@")
 _EXTRAS = {"s3": "the extra `store`", "http": "the extra `http`", "https": "the extra `http`", "gs": "gcsfs"}
@@ -33,12 +32,12 @@ Result = TypeVar("Result")
 
 
 def is_url(path: str | Path) -> bool:
-    """Return whether a path is on another store."""
+    """Return whether a path is a URL."""
     return _SCHEME.match(str(path)) is not None
 
 
 def url_problem(name: str, url: str | None) -> str | None:
-    """Return the problem of a folder's URL in the configuration, which every checkpoint will hold, or None."""
+    """Return the problem with a configuration's URL of a folder, or None; `name` is the field."""
     if url is None:
         return None
     if not is_url(url) or url.startswith("memory:") or "::" in url:
@@ -47,25 +46,25 @@ def url_problem(name: str, url: str | None) -> str | None:
 
 
 def password_problem(name: str, url: str) -> str | None:
-    """Return the line for a URL with a password, or None."""
+    """Return the problem with a URL in the configuration that holds a password, or None."""
     if not _PASSWORD.search(url):
         return None
     return (
-        f"{name} is {redacted(url)} and holds a password, which every checkpoint would show; leave it out, and give"
-        " it to the store's driver in its own way (its environment variables or files)"
+        f"{name} is {redacted(url)} and holds a password, which every checkpoint would show; remove it from the URL, "
+        "and give it to the store's driver by the driver's environment variables or files"
     )
 
 
 def driver_of(url: str) -> tuple[Any, str]:
-    """Return a new filesystem of fsspec for a URL, and the path in it.
+    """Return a new fsspec filesystem for a URL, and the URL's path in that filesystem.
 
     Raises:
-        InputError: its driver is not installed.
+        InputError: the driver for the URL is not installed.
     """
     from fsspec.core import url_to_fs
 
     try:
-        # A driver may connect when it is made: one that is kept for the next caller may have lost its connection.
+        # A driver may connect only once, when it is constructed: a cached one may have lost its connection.
         files, path = url_to_fs(url, skip_instance_cache=True)
     except (ImportError, ValueError) as error:
         needed = _EXTRAS.get(url.partition("://")[0], "it (for s3:// the extra `store`)")
@@ -74,7 +73,7 @@ def driver_of(url: str) -> tuple[Any, str]:
             "another URL"
         ) from None
     if hasattr(files, "retries"):
-        files.retries = DRIVER_ATTEMPTS  # s3fs has five, and botocore five of each: minutes where nothing answers
+        files.retries = 2  # s3fs makes 5 attempts of 5 requests by botocore: minutes if nothing answers
     return files, str(path).rstrip("/")
 
 
@@ -82,25 +81,25 @@ def query(
     url: str,
     function: Callable[[], Result],
     *,
-    pauses: Sequence[float] | None = None,
-    patience: float | None = None,
+    pauses: Sequence[float] = PAUSES_SECONDS[:3],
+    patience: float = PATIENCE_SECONDS,
     report: Callable[[int, str], None] | None = None,
 ) -> Result:
-    """Call a function that uses a store, and call it again after each of the pauses where it fails.
+    """Call a function that uses a store, and return its result; if it fails, call it again after a pause.
 
     Args:
-        function: connects anew each time.
-        pauses: in seconds; None: the first three of `PAUSES_SECONDS`.
-        patience: in seconds since the first attempt began, after which none follows; None: `PATIENCE_SECONDS`.
-        report: is called with the number of each attempt that failed, and why; None: it is logged.
+        function: must connect anew at each call.
+        pauses: the seconds between attempts, of which there is one more.
+        patience: the seconds after which no attempt follows a failed one.
+        report: is called with the number of a failed attempt and the reason; by default a warning is logged.
 
     Raises:
-        InputError: there is no driver for the URL, nothing of its name, or no right to use it.
-        FanformerError: the store cannot be reached.
+        InputError: the URL has no driver, does not exist, or may not be used.
+        FanformerError: every attempt failed, or the disk is full.
     """
     shown = redacted(url).rstrip("/")
-    end = time.monotonic() + (PATIENCE_SECONDS if patience is None else patience)
-    for attempt, pause in enumerate((*(PAUSES_SECONDS[:3] if pauses is None else pauses), None), 1):
+    end = time.monotonic() + patience
+    for attempt, pause in enumerate((*pauses, None), 1):
         try:
             return function()
         except FanformerError:
@@ -113,8 +112,8 @@ def query(
                 logger.warning("%s, attempt %d: %s", shown, attempt, reason)
             else:
                 report(attempt, reason)
-            is_full = isinstance(error, OSError) and error.errno in NO_SPACE  # a further attempt fills but the log
-            if pause is None or is_full or time.monotonic() > end:
+            is_disk_full = isinstance(error, OSError) and error.errno in NO_SPACE
+            if pause is None or is_disk_full or time.monotonic() > end:
                 raise FanformerError(
                     f"{shown} cannot be reached ({reason}); check the store and the driver's settings, and start again"
                 ) from error
@@ -122,14 +121,8 @@ def query(
     raise AssertionError("the last attempt returns or raises")
 
 
-def pieces(stream: Any) -> Iterator[bytes]:
-    """Yield the rest of an open file in blocks of READ_BYTES."""
-    while piece := stream.read(READ_BYTES):
-        yield piece
-
-
 def names_in(files: Any, folder: str) -> list[str]:
-    """Return the names in a folder of a driver's; none where there is no folder."""
+    """Return the names in a folder of an fsspec filesystem; an empty list if there is no such folder."""
     files.invalidate_cache()
     try:
         paths = files.ls(folder, detail=False)
@@ -139,7 +132,7 @@ def names_in(files: Any, folder: str) -> list[str]:
 
 
 def make_folder(files: Any, folder: str) -> None:
-    """Make a folder, where there are folders. Its parent must exist: neither a bucket nor a mount point is made."""
+    """Make a folder in an fsspec filesystem. Its parent must exist: neither a bucket nor a mount point is made."""
     if "/" in folder:
         with suppress(FileExistsError):
             files.mkdir(folder, create_parents=False)
@@ -153,7 +146,7 @@ def reason_of(error: BaseException) -> str:
 
 @contextmanager
 def reported_as_local(path: Path) -> Iterator[None]:
-    """Report failures of this machine's disk by InputError while a store is in use, not as the store's."""
+    """Raise InputError in place of OSError: while a store is in use, `query` would take it for the store's failure."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Output to a terminal or a pipe: tables, labels, progress, and the end of output that nobody reads.
+"""Output to a terminal or a pipe: tables, numbers in words, progress.
 
 A row or a sentence is one line, however long: the terminal wraps it, and `grep`, `cut` and logs get it whole.
 Nothing here has a color; rich's progress bars, for terminals alone, heed NO_COLOR themselves.
@@ -10,32 +10,27 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
 
-FILE_ONLY = {"file_only": True}
-"""A log record's `extra` that keeps it off the terminal."""
-
-GAP = "  "
 UNITS = ("bytes", "kB", "MB", "GB", "TB")
-SHOWN_NAMES = 4  # of a long list: the first ones, and the last
+SHOWN_NAMES = 4  # of a long list, before the last
 
 Row: TypeAlias = Sequence[str]
 Report: TypeAlias = Callable[..., None]
-"""Called with the name of a phase that begins and, for a terminal, its progress."""
+"""Takes the name of the phase that is running, and optionally its progress, which only a terminal shows."""
 
 
 def show(lines: Iterable[str]) -> None:
-    """Print lines as they come."""
+    """Print lines to standard output as they come."""
     for line in lines:
-        print(line)
-    print(end="", flush=True)
+        print(line, flush=True)
 
 
 def print_stderr(line: str) -> None:
-    """Print an error or a notice."""
+    """Print a line to standard error."""
     print(line, file=sys.stderr, flush=True)
 
 
 def size(count: int) -> str:
-    """Return a number of bytes in three or four digits, by powers of a thousand."""
+    """Return a number of bytes in three significant digits and a decimal unit, such as 1.23 GB."""
     unit, value = 0, float(count)
     while value >= 999.5 and unit < len(UNITS) - 1:
         unit, value = unit + 1, value / 1000
@@ -48,7 +43,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def some(names: Iterable[str]) -> str:
-    """Return a list of names on one line; of a long one the first and the last."""
+    """Return names on one line; of a long list the first four and the last."""
     listed = list(names)
     if len(listed) <= SHOWN_NAMES + 1:
         return ", ".join(listed)
@@ -56,23 +51,18 @@ def some(names: Iterable[str]) -> str:
 
 
 def table(columns: Row, rows: Iterable[Row], *, align: str) -> list[str]:
-    """Return a table, a line for each row.
+    """Return the lines of a table.
 
     Args:
-        align: a letter for each column: l of text, r of numbers.
+        align: a letter for each column: l for text, r for numbers.
     """
     cells = [columns, *rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     places = [(width, "<" if letter == "l" else ">") for width, letter in zip(widths, align, strict=True)]
     return [
-        GAP.join(f"{cell:{side}{width}}" for cell, (width, side) in zip(row, places, strict=True)).rstrip()
+        "  ".join(f"{cell:{side}{width}}" for cell, (width, side) in zip(row, places, strict=True)).rstrip()
         for row in cells
     ]
-
-
-def labelled(rows: Iterable[tuple[str, str]]) -> list[str]:
-    """Return a line for each label and its text."""
-    return [GAP + line for line in table(("", ""), rows, align="ll")[1:]]
 
 
 @contextmanager
@@ -87,17 +77,17 @@ def phases(first: str) -> Iterator[Report]:
     console = Console(stderr=True, markup=False)
     if console.is_terminal:
         with console.status(first) as line:
-            yield lambda phase, how_far="": line.update(f"{phase}, {how_far}" if how_far else phase)
+            yield lambda phase, progress="": line.update(f"{phase}, {progress}" if progress else phase)
         return
-    phase, began = "", 0.0
+    current, started = "", 0.0
 
-    def print_next(name: str, _how_far: str = "") -> None:
-        nonlocal phase, began
-        if name == phase:
+    def report(phase: str, _progress: str = "") -> None:
+        nonlocal current, started
+        if phase == current:
             return
-        if phase:
-            print(f"{phase}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
-        phase, began = name, time.monotonic()
+        if current:
+            print_stderr(f"{current}: {time.monotonic() - started:.1f} s")
+        current, started = phase, time.monotonic()
 
-    yield print_next
-    print_next("")
+    yield report
+    report("")

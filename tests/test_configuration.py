@@ -12,7 +12,7 @@ from megatron_fanformer.configuration import (
     build,
     described_fields,
     moved_names,
-    overlaid,
+    overlay,
     read_overrides,
     value_problems,
     yaml_value,
@@ -67,7 +67,6 @@ def test_values_become_the_dataclass() -> None:
         ({"count": 1, "inner": None}, "inner is null; it must be a section with keys such as rate"),
         ({"count": 1, "inner": {"rte": 1}}, "unknown configuration key inner.rte; did you mean inner.rate?"),
         ({"count": 1, 7: 8}, "unknown configuration key 7; the keys here are count, kind, names, inner"),
-        ({"count": "x" * 500}, f'count is "{"x" * 79}…; it must be an integer'),
     ],
 )
 def test_what_is_wrong_is_told_in_words(values: Any, message: str) -> None:
@@ -87,10 +86,10 @@ def test_all_that_is_wrong_is_told_at_once_under_its_whole_name() -> None:
 def test_overrides_are_yaml_laid_over_values_field_by_field() -> None:
     values = {"a": {"x": 1, "y": {"z": 2}}, "b": None}
     changes = read_overrides(["--a.y.z=3", "--b.c", "[1, two]", "--a.w", "4e-4", "--a.w", "5e-4", "--d.e", "null"])
-    merged = overlaid(values, changes)
+    merged = overlay(values, changes)
     assert merged == {"a": {"x": 1, "y": {"z": 3}, "w": 5e-4}, "b": {"c": [1, "two"]}, "d": {"e": None}}
     assert values == {"a": {"x": 1, "y": {"z": 2}}, "b": None}
-    assert overlaid(values, read_overrides(["--a.y", "{w: 2}"]))["a"] == {"x": 1, "y": {"w": 2}}
+    assert overlay(values, read_overrides(["--a.y", "{w: 2}"]))["a"] == {"x": 1, "y": {"w": 2}}
 
 
 def test_aliases_are_read_and_a_key_stands_once() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from megatron_fanformer.pictures import drawn, set_logarithmic
+from megatron_fanformer.pictures import render_png, set_logarithmic
 
 NAME = "lr$1e-3^$"  # matplotlib fails on it, read as mathematics
 
@@ -25,7 +25,7 @@ def test_a_dollar_is_a_dollar_wherever_a_name_stands(monkeypatch: pytest.MonkeyP
             set_logarithmic(axes.yaxis)
             axes.legend()
 
-    assert drawn(draw, columns=2).startswith(b"\x89PNG")
+    assert render_png(draw, columns=2).startswith(b"\x89PNG")
     ticks = [
         [label.get_text() for which in ("major", "minor") for label in axes.yaxis.get_ticklabels(which=which)]
         for axes in figures[0].axes

@@ -18,11 +18,6 @@ def test_text_stands_left_and_numbers_right() -> None:
         "tp=2,sp=true      2  1.2e-07  same",
         "pp=2             12  3.0e-08  differs in the gradient",
     ]
-    assert terminal.labelled([("files", "of many words"), ("a path", "/x/y"), ("", "more")]) == [
-        "  files   of many words",
-        "  a path  /x/y",
-        "          more",
-    ]
 
 
 def bash(line: str) -> "subprocess.CompletedProcess[str]":

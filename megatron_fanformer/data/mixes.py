@@ -7,6 +7,7 @@ import bisect
 import functools
 import os.path
 import re
+from argparse import ArgumentTypeError
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import numpy as np
 from megatron_fanformer.data.blends import Blend, Source, Word, blend_problems, parse_blend
 from megatron_fanformer.data.sample_order import Epochs
 from megatron_fanformer.errors import InputError, collect_problems, redacted
-from megatron_fanformer.options import count_of
+from megatron_fanformer.options import count
 
 START = re.compile(r"from (?P<unit>step|token) (?P<number>\S+)")
 FIRST_MIX = "train_data"
@@ -48,8 +49,8 @@ def first_step(name: str, *, batch_tokens: int) -> int:
             "'from token 3.9T'"
         )
     try:
-        number = count_of(start["number"])
-    except InputError as error:
+        number = count(start["number"])
+    except ArgumentTypeError as error:
         raise InputError(f"data.stages: {name!r} does not say where the stage begins: {error}") from None
     return number if start["unit"] == "step" else -(-number // batch_tokens) + 1
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron_fanformer.options import Verb, argument, command_line, count, option
+from megatron_fanformer.options import Verb, argument, count, option
 
 BATCH_TOKENS = 8192  # of a micro batch: four of the paper's chunks; their logits are made chunk by chunk
 
@@ -72,7 +72,7 @@ class EvaluateOptions:
     context_length: int | None = option(None, metavar="N", parse=count, needs=("tasks",), group=REQUEST_FILE)
     """The longest request that is prepared, in tokens (default: 2048)"""
 
-    command_line: tuple[str, ...] = command_line()
+    command_line: tuple[str, ...] = ()
 
 
 EVALUATE = Verb(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fanformer.checkpoint.run_folder import VALIDATION_LOSS
-from megatron_fanformer.configuration import build, overlaid, read_values
+from megatron_fanformer.configuration import build, overlay, read_values
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.terminal import plural
 from megatron_fanformer.train.config import RunConfig, TrainingConfig, advice, config_from_dict, print_on_stderr
@@ -226,7 +226,7 @@ def read_sweep(file: Path, *, needs_data: bool) -> Sweep:
             changes |= config.axes[axis][point]
         changes |= {"training.run_dir": str(Path(config.folder, name)), "training.seed": seed}
         try:
-            run = config_from_dict(overlaid(base, changes), report=notify)
+            run = config_from_dict(overlay(base, changes), report=notify)
             problems = _run_problems(run, needs_data=needs_data)
         except InputError as error:
             problems = str(error).splitlines()

@@ -27,7 +27,7 @@ from megatron_fanformer.experiments.intervals import mean_of
 from megatron_fanformer.experiments.probe import HolesSettings, Task
 from megatron_fanformer.experiments.result import Cell, Finding, Log, Measured, Table
 from megatron_fanformer.experiments.twins import SAME_PARAMETERS, TRANSFORMER, fanformer_of, fresh_model, twins
-from megatron_fanformer.pictures import drawn
+from megatron_fanformer.pictures import render_png
 
 NUMBERS = 113  # of each operand, from 0
 LARGEST_ANSWER = 3 * (NUMBERS - 1) + 3
@@ -274,4 +274,4 @@ def _picture(settings: HolesSettings, task: Task, runs: Runs) -> bytes:
             axes.set_title(f"{architecture}\nweight decay {decay:g}, {settings.seeds} seeds", fontsize="small")
             axes.set(xlabel="b", ylabel="a")
 
-    return drawn(draw, rows=len(ARCHITECTURES), columns=len(settings.weight_decays), size=PANEL)
+    return render_png(draw, rows=len(ARCHITECTURES), columns=len(settings.weight_decays), size=PANEL)

@@ -30,7 +30,7 @@ from megatron_fanformer.experiments.twins import (
     twins,
 )
 from megatron_fanformer.model.config import FANformerConfig
-from megatron_fanformer.pictures import drawn
+from megatron_fanformer.pictures import render_png
 
 PERIOD = 5.0
 NUM_HEADS = 4
@@ -60,7 +60,7 @@ def measure(settings: ModSettings, _folder: Path, log: Log) -> Measured:
             if seed == 0:  # the picture shows one fit of each model
                 fits[name] = training.half_range, model
             log(f"seed {seed}: {name}: {inside:.3f} inside, {outside:.3f} outside")
-    picture = drawn(lambda panels: _draw(panels[:, 0], fits), rows=len(fits), size=(8, 1.7))
+    picture = render_png(lambda panels: _draw(panels[:, 0], fits), rows=len(fits), size=(8, 1.7))
     return Measured(findings=list(_findings(errors)), tables=[_table(errors)], pictures={"fit.png": picture})
 
 

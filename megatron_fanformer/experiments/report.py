@@ -28,7 +28,7 @@ from megatron_fanformer.experiments.result import (
 from megatron_fanformer.experiments.verbs import ReportOptions
 from megatron_fanformer.model.config import FANConfig
 from megatron_fanformer.model.placements import PLACEMENTS
-from megatron_fanformer.pictures import drawn
+from megatron_fanformer.pictures import render_png
 from megatron_fanformer.runtime import device
 from megatron_fanformer.terminal import plural, show, some
 from megatron_fanformer.train.metrics import read_metrics
@@ -110,7 +110,7 @@ def compare_runs(runs: Sequence[Path], output: Path) -> Result:
     }
     measured = Measured(
         findings=list(_findings(dynamics)),
-        pictures={"dynamics.png": drawn(lambda panels: _draw(panels[0, 0], dynamics))},
+        pictures={"dynamics.png": render_png(lambda panels: _draw(panels[0, 0], dynamics))},
         seconds=sum(entry.get("step_seconds", 0.0) for run in runs for entry in read_metrics(run)),
     )
     return write_folder(output, "training dynamics", settings, measured)

@@ -31,7 +31,7 @@ from megatron_fanformer.experiments.intervals import (
 from megatron_fanformer.experiments.outcomes import Group, Outcome, choices, compared, groups_of, in_play, outcomes
 from megatron_fanformer.experiments.result import Cell as TableCell
 from megatron_fanformer.experiments.result import Finding, Measured, Result, Table, write_folder
-from megatron_fanformer.pictures import drawn, set_logarithmic
+from megatron_fanformer.pictures import render_png, set_logarithmic
 from megatron_fanformer.plan.job import training_flops_per_token
 
 CSV = "cells.csv"
@@ -325,4 +325,4 @@ def _picture(sweep: Sweep, groups: Sequence[Group], fits: dict[str, Fit]) -> byt
         if axes.get_legend_handles_labels()[0]:
             axes.legend()
 
-    return drawn(draw)
+    return render_png(draw)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron_fanformer.options import Verb, argument, option, overrides
+from megatron_fanformer.options import Verb, argument, option
 
 Action = Literal["dry-run", "run", "status", "report"]
 
@@ -45,7 +45,7 @@ class ExperimentOptions:
     """Folder of the results (default: runs/experiments/NAME)"""
     seeds: int | None = option(None, metavar="N", needs=("name",))
     """Number of seeds; every model has the same ones."""
-    overrides: tuple[str, ...] = overrides(needs=("name",))
+    overrides: tuple[str, ...] = option((), needs=("name",))
 
 
 SWEEP = Verb(

@@ -18,11 +18,11 @@ from megatron_fanformer.data.manifest import (
 )
 from megatron_fanformer.data.remote_files import find, open_stream
 from megatron_fanformer.data.token_files import NPY_SUFFIX, NpyType, open_npy_files, read_index
-from megatron_fanformer.durable_files import sha256_of_pieces
+from megatron_fanformer.durable_files import sha256_of_stream
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.processes import usable_cores
 from megatron_fanformer.runtime.device import cache_of
-from megatron_fanformer.stores import is_url, pieces
+from megatron_fanformer.stores import is_url
 from megatron_fanformer.terminal import plural, size
 
 THREADS = 8  # more only make the disk seek
@@ -162,7 +162,7 @@ def _check_file(path: str, record: FileRecord) -> None:
                 f"{path} holds {stored} bytes where its manifest says {record.bytes}; copy or prepare it again"
             )
         with Path(path).open("rb") if remote is None else open_stream(remote) as stream:
-            sha256 = sha256_of_pieces(pieces(stream))
+            sha256 = sha256_of_stream(stream)
     except OSError as error:
         raise CorruptError(f"{path}, which its manifest lists, cannot be read ({error.strerror})") from error
     if sha256 != record.sha256:

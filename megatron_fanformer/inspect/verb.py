@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fanformer.errors import escaped
-from megatron_fanformer.options import Verb, argument, option, overrides
+from megatron_fanformer.options import Verb, argument, option
 from megatron_fanformer.runtime import device
 from megatron_fanformer.stores import is_url
-from megatron_fanformer.terminal import labelled, show, size, some
+from megatron_fanformer.terminal import show, size, some, table
 
 SHOWN_CHARACTERS = 200  # of one value, such as a chat template
 TENSORBOARD = "TensorBoard draws it: set logging.tensorboard, and tensorboard --logdir RUN"
@@ -44,7 +44,7 @@ class InspectOptions:
     """Print one JSON object."""
     step: int | None = option(None, exclusive="action")
     """Show the samples of this training step, and their documents."""
-    overrides: tuple[str, ...] = overrides(needs=("step",))
+    overrides: tuple[str, ...] = option((), needs=("step",))
 
 
 def inspect(options: InspectOptions) -> None:
@@ -127,9 +127,9 @@ def report_lines(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _labelled(facts: Mapping[str, Any]) -> list[str]:
-    return labelled(
-        (escaped(name), escaped(size(value) if name == "bytes" else _brief(value))) for name, value in facts.items()
-    )
+    texts = {name: size(value) if name == "bytes" else _brief(value) for name, value in facts.items()}
+    rows = [("", escaped(name), escaped(text)) for name, text in texts.items()]
+    return table(("", "", ""), rows, align="lll")[1:]
 
 
 def _brief(value: Any) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from megatron_fanformer.durable_files import file_problems
 from megatron_fanformer.errors import InputError, collect_problems
 from megatron_fanformer.model.config import TransformerImpl
-from megatron_fanformer.options import ANY_FIELD, Verb, option, overrides
+from megatron_fanformer.options import ANY_FIELD, Verb, option
 from megatron_fanformer.runtime import device
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class ParityConfig:
     Engine's if it can be imported."""
     report: Path | None = option(None, metavar="FILE")
     """Write everything as JSON."""
-    overrides: tuple[str, ...] = overrides()
+    overrides: tuple[str, ...] = ()
 
 
 def _before(config: ParityConfig) -> "tuple[ParityConfig, RunConfig, dict[str, Layout]]":

@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_fanformer.options import ANY_FIELD, Verb, count, option, overrides
+from megatron_fanformer.options import ANY_FIELD, Verb, count, option
 
 
 def count_of_gpus(text: str) -> int:
@@ -45,7 +45,7 @@ class PlanOptions:
     """Price of a GPU hour, in any currency."""
     report: Path | None = option(None, metavar="FILE.json")
     """Write everything as JSON."""
-    overrides: tuple[str, ...] = overrides()
+    overrides: tuple[str, ...] = ()
 
 
 PLAN = Verb(

@@ -11,9 +11,9 @@ from typing import Any
 
 from megatron_fanformer.data.blends import TEXT_ENCODING
 from megatron_fanformer.data.remote_files import RemoteFile, forget, listed, look_up, optional_contents
-from megatron_fanformer.durable_files import sha256_of, sha256_of_pieces
+from megatron_fanformer.durable_files import sha256_of, sha256_of_stream
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.stores import READ_BYTES, driver_of, is_url, password_problem, pieces
+from megatron_fanformer.stores import READ_BYTES, driver_of, is_url, password_problem
 from megatron_fanformer.terminal import plural, show
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
@@ -76,7 +76,7 @@ def input_sha256(file: InputFile) -> str:
     if isinstance(file, Path):
         return sha256_of(file)
     with file.open() as stream:
-        return sha256_of_pieces(pieces(stream))
+        return sha256_of_stream(stream)
 
 
 def expand_inputs(inputs: Iterable[str | Path], suffixes: Sequence[str] = DOCUMENT_SUFFIXES) -> list[InputFile]:

@@ -18,7 +18,7 @@ from megatron_fanformer.configuration import (
     build,
     described_fields,
     moved_names,
-    overlaid,
+    overlay,
     read_overrides,
     read_values,
 )
@@ -133,7 +133,7 @@ class RunConfig:
     """The device, threads and communication of its ranks."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     """Number formats."""
-    data: DataConfig
+    data: DataConfig = field(default_factory=DataConfig)
     """Token files."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The optimizer: AdamW."""
@@ -294,7 +294,7 @@ def load_config(
     given = read_overrides(overrides, advice=advice)
     _report_moved([*in_file, *(name for name in given if name in MOVED_FIELDS)], report)
     changes = {MOVED_FIELDS.get(name, name): value for name, value in given.items()}
-    return _built(overlaid(values, {name: value for name, value in changes.items() if name}))
+    return _built(overlay(values, {name: value for name, value in changes.items() if name}))
 
 
 def config_from_dict(values: dict[str, Any], *, report: Callable[[str], None] = print_on_stderr) -> RunConfig:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 import yaml
 
-from megatron_fanformer.configuration import described_fields, overlaid, read_overrides, value_problems
+from megatron_fanformer.configuration import described_fields, overlay, read_overrides, value_problems
 from megatron_fanformer.convert.megatron_names import (
     BY_HAND,
     CONVERTED,
@@ -146,7 +146,7 @@ def convert(words: Sequence[str]) -> Converted:
         fields[field] = {**fields.get(field, {}), **value} if field == VALIDATION else value
     if "data_path" in given and not {SPLIT, VALIDATION} & fields.keys():
         fields[SPLIT] = DEFAULT_SPLIT
-    values = overlaid({}, {**fields, **read_overrides(ours, advice=advice)})
+    values = overlay({}, {**fields, **read_overrides(ours, advice=advice)})
     fan = values.get("model", {}).get("fan", {})
     is_transformer = isinstance(fan, Mapping) and fan.get("placement") == "none"
     notes = {
@@ -222,7 +222,7 @@ def _number(text: str) -> Any:
 
 def _wrong(name: str, value: Any) -> list[str]:
     """Return why a field cannot have a value; empty if it can."""
-    return [line for line in value_problems(overlaid({}, {name: value}), RunConfig) if line.startswith(f"{name} is ")]
+    return [line for line in value_problems(overlay({}, {name: value}), RunConfig) if line.startswith(f"{name} is ")]
 
 
 # -- the model

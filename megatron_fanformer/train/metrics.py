@@ -122,7 +122,7 @@ def loss_picture(metrics: Sequence[dict[str, Any]], *, title: str, entropy: floa
     """
     import numpy as np
 
-    from megatron_fanformer.pictures import drawn
+    from megatron_fanformer.pictures import render_png
 
     def draw(panels: Any) -> None:
         axes = panels[0, 0]
@@ -138,4 +138,4 @@ def loss_picture(metrics: Sequence[dict[str, Any]], *, title: str, entropy: floa
         axes.set(xlabel="step", ylabel="loss, nats per token", title=title)
         axes.legend()
 
-    return drawn(draw)
+    return render_png(draw)

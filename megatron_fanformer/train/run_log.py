@@ -14,7 +14,6 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_fanformer.errors import InputError, Interrupted
-from megatron_fanformer.terminal import FILE_ONLY
 
 PACKAGE = "megatron_fanformer"
 PYTHON_WARNINGS = "py.warnings"  # the logger that logging.captureWarnings writes to
@@ -78,10 +77,10 @@ def run_log(rank: int) -> Iterator[RunLog]:
     try:
         yield log
     except Interrupted as stop:
-        logger.info("%s", stop, extra=FILE_ONLY)
+        logger.info("%s", stop, extra={"file_only": True})
         raise
     except BaseException as error:
-        logger.error("ended by %s: %s", type(error).__name__, error, exc_info=True, extra=FILE_ONLY)
+        logger.error("ended by %s: %s", type(error).__name__, error, exc_info=True, extra={"file_only": True})
         raise
     finally:
         logging.captureWarnings(False)

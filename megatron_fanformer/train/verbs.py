@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.options import ANY_FIELD, Verb, command_line, option, overrides
+from megatron_fanformer.options import ANY_FIELD, Verb, option
 from megatron_fanformer.processes import ended_by_stop_signals
 from megatron_fanformer.runtime import device
 from megatron_fanformer.terminal import show
@@ -17,8 +17,8 @@ class TrainOptions:
 
     config: Path
     """Configuration file (YAML)."""
-    overrides: tuple[str, ...] = overrides()
-    command_line: tuple[str, ...] = command_line()
+    overrides: tuple[str, ...] = ()
+    command_line: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class ConfigOptions:
     """With --resolved: configuration file (YAML)."""
     output: Path | None = option(None, metavar="FILE", needs=("from_megatron",))
     """With --from-megatron: new file for the configuration; only what it does not hold is printed."""
-    overrides: tuple[str, ...] = overrides(needs=("resolved",))
+    overrides: tuple[str, ...] = option((), needs=("resolved",))
 
 
 def train(options: TrainOptions) -> None:
