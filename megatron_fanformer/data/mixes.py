@@ -43,15 +43,13 @@ def first_step(name: str, *, batch_tokens: int) -> int:
 
     `batch_tokens` are those of a step's samples. Raises InputError for a name that names neither.
     """
+    problem = f"data.stages: {name!r} does not say where the stage begins"
     if (start := START.fullmatch(name)) is None:
-        raise InputError(
-            f"data.stages: {name!r} does not say where the stage begins; write it as 'from step 9001' or "
-            "'from token 3.9T'"
-        )
+        raise InputError(f"{problem}; write it as 'from step 9001' or 'from token 3.9T'")
     try:
         number = count(start["number"])
     except ArgumentTypeError as error:
-        raise InputError(f"data.stages: {name!r} does not say where the stage begins: {error}") from None
+        raise InputError(f"{problem}: {error}") from None
     return number if start["unit"] == "step" else -(-number // batch_tokens) + 1
 
 
