@@ -136,7 +136,7 @@ class Row:
 
     def hub(self, config: FANformerConfig, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return Megatron's tensor on the meta device."""
-        return torch.empty([size.of(config) for size in self.shape], dtype=dtype, device="meta")
+        return torch.empty([size.value(config) for size in self.shape], dtype=dtype, device="meta")
 
     @property
     def is_vocabulary(self) -> bool:

@@ -114,7 +114,7 @@ def stated_end_of_text_id(folder: Path) -> int | None:
 def beyond_reference(config: FANformerConfig) -> str | None:
     """Return a phrase for a part of the model that the format cannot express; None if there is none."""
     if config.placement.reference_fields is None:
-        return f"{config.placement.in_words} (placement {config.fan.placement})"
+        return f"{config.placement.description} (placement {config.fan.placement})"
     if config.rope_scaling.is_scaled:
         return f"scaled positions (rope_scaling {config.rope_scaling.rope_type})"
     if config.placement.is_fanformer and not config.fan.bias:

@@ -269,7 +269,7 @@ def with_same_parameters(config: FANformerConfig, multiple: int = FFN_MULTIPLE) 
     """
     other, placement = as_transformer(config), config.placement
     missing = other.placement.parameters(other) - placement.parameters(config)
-    exact = config.ffn_hidden_size + missing / placement.parameters_of_ffn_unit(config)
+    exact = config.ffn_hidden_size + missing / placement.parameters_per_ffn_unit(config)
     return dataclasses.replace(config, ffn_hidden_size=max(1, round(exact / multiple)) * multiple)
 
 

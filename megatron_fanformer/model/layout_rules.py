@@ -1,4 +1,7 @@
-"""Rules that a model and a batch set for layouts: each broken one with the nearest legal value."""
+"""The rules between a layout and a model, kernels or a batch; a message names the nearest legal value if there is one.
+
+A function returns or yields one line for each broken rule.
+"""
 
 import math
 from collections.abc import Iterator
@@ -8,7 +11,7 @@ from megatron_fanformer.runtime.layout import ParallelConfig
 
 
 def layout_problems(model: FANformerConfig, parallel: ParallelConfig) -> list[str]:
-    """List the reasons why a model cannot have this layout, one line each."""
+    """Return why a model cannot have this layout."""
     return [
         *_tensor_problems(model, parallel.tensor_model_parallel_size),
         *_fan_problems(model, parallel),
@@ -20,9 +23,15 @@ def layout_problems(model: FANformerConfig, parallel: ParallelConfig) -> list[st
 def _tensor_problems(model: FANformerConfig, tensor: int) -> Iterator[str]:
     size = f"parallel.tensor_model_parallel_size {tensor}"
     heads, groups = model.num_attention_heads, model.query_groups
-    # Ranks may share a group, but not where it has values of its own; its rows have equal parts all the same.
-    shares = not model.placement.has_own_values
-    sizes = [n for n in divisors(heads) if not groups % n or (shares and not n % groups and not model.qkv_rows % n)]
+
+    def is_valid(ranks: int) -> bool:
+        has_whole_groups = groups % ranks == 0
+        # megatron-core gathers the rows of queries, keys and values from ranks that share a group, an equal part of
+        # each; values that a FAN layer makes are not gathered.
+        can_share_groups = not model.placement.has_own_values and ranks % groups == 0 and model.qkv_rows % ranks == 0
+        return has_whole_groups or can_share_groups
+
+    sizes = [ranks for ranks in divisors(heads) if is_valid(ranks)]
     if tensor not in sizes:
         of_groups = (
             "" if groups == heads else f", or not into whole or equally shared groups (model.num_query_groups {groups})"
@@ -39,7 +48,7 @@ def _tensor_problems(model: FANformerConfig, tensor: int) -> Iterator[str]:
 def _fan_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[str]:
     tensor = parallel.tensor_model_parallel_size
     if parallel.recomputes("fan"):
-        yield from model.placement.recompute_problems(model, tensor)
+        yield from fan_recompute_problems(model, tensor)
     if parallel.fan_form == "sequence":  # every rank holds the whole map
         if model.placement.is_fanformer and not model.has_fan:
             yield (
@@ -48,11 +57,11 @@ def _fan_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[
             )
         return
     for _, field, width, p_ratio in model.placement.maps(model):
-        name = "p_ratio" if getattr(model.fan, field) is None else field
         periodic = int(p_ratio * width)
         linear = width - 2 * periodic
         if periodic % tensor == 0 and linear % tensor == 0:
             continue
+        name = "p_ratio" if getattr(model.fan, field) is None else field
         nearest = nearest_p_ratio(p_ratio, width, tensor)
         remedy = (
             f"its width {width} must be a multiple of it"
@@ -62,6 +71,24 @@ def _fan_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[
         yield (
             f"parallel.tensor_model_parallel_size {tensor} does not divide the FAN map's {periodic} periodic and "
             f"{linear} linear rows (model.fan.{name} {p_ratio}); {remedy}"
+        )
+
+
+def fan_recompute_problems(model: FANformerConfig, tensor: int) -> Iterator[str]:
+    """Yield why recomputing attention's FAN map saves no memory at that tensor parallel size."""
+    placement, start = model.placement, "parallel.recompute_modules has fan, but"
+    if not placement.is_in_attention:
+        remedy = "name mlp in its place" if placement.has_fan_mlp else "remove it"
+        yield (
+            f"{start} model.fan.placement is {placement.name}, so that there is no FAN map in front of attention to "
+            f"recompute; {remedy}"
+        )
+    # On one rank attention keeps the map's values anyway. X_F is freed (and a GELU's g), p | g is kept in its place.
+    frees_only_x_f = placement.has_own_values and tensor == 1 and model.fan.activation != "gelu"
+    if frees_only_x_f and model.fan_rows >= model.hidden_size:
+        yield (
+            f"{start} at placement {placement.name} and tensor_model_parallel_size 1 it frees X_F, {model.hidden_size} "
+            f"wide, and keeps p | g of both outputs, {model.fan_rows} wide; remove it"
         )
 
 
@@ -81,9 +108,9 @@ def _pipeline_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iter
         )
     elif layers is None:
         yield (
-            f"model.num_layers {model.num_layers}, less the {(first or 0) + (last or 0)} that "
-            "parallel.num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage name, do not divide "
-            f"over the other stages of {stages}; change one of them"
+            f"model.num_layers {model.num_layers}, less the {(first or 0) + (last or 0)} of "
+            "parallel.num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage, do not divide over the "
+            f"other stages of {stages}; change one of them"
         )
     elif 0 in layers:
         yield f"the pipeline stages have {', '.join(map(str, layers))} layers; each must have at least 1"
@@ -92,14 +119,15 @@ def _pipeline_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iter
             f"parallel.virtual_pipeline_model_parallel_size {chunks} does not divide the layers of each stage, "
             f"{', '.join(map(str, layers))}; choose one of {_divisors_of(math.gcd(*layers))}"
         )
-    elif parallel.recompute_method == "uniform" and any(
-        count // chunks % (parallel.recompute_num_layers or 1) for count in layers
-    ):
-        yield (
-            f"parallel.recompute_num_layers {parallel.recompute_num_layers} does not divide the "
-            f"{', '.join(str(count // chunks) for count in layers)} layers of the stages' chunks, which method uniform "
-            f"requires; choose one of {_divisors_of(math.gcd(*layers) // chunks)}"
-        )
+    elif parallel.recompute_method == "uniform":
+        layers_of_chunks = [count // chunks for count in layers]
+        recomputed_together = parallel.recompute_num_layers or 1
+        if any(count % recomputed_together for count in layers_of_chunks):
+            yield (
+                f"parallel.recompute_num_layers {recomputed_together} does not divide the "
+                f"{', '.join(map(str, layers_of_chunks))} layers of the stages' chunks, which method uniform requires; "
+                f"choose one of {_divisors_of(math.gcd(*layers_of_chunks))}"
+            )
 
 
 def _stated_layout_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[str]:
@@ -139,52 +167,48 @@ def _sequence_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iter
         )
 
 
-def graph_problems(parallel: ParallelConfig, kernels: KernelsConfig) -> list[str]:
-    """List the reasons why layers cannot be replayed as CUDA graphs, one line each."""
+def graph_problems(parallel: ParallelConfig, kernels: KernelsConfig) -> Iterator[str]:
+    """Yield why layers cannot be replayed as CUDA graphs."""
     if kernels.cuda_graph_impl == "local" and parallel.recompute_granularity == "full":
-        return [
+        yield (
             "kernels.cuda_graph_impl is local with parallel.recompute_granularity full, but a layer's graph cannot be "
             "recomputed as a whole; set the former to none, or the latter to selective"
-        ]
-    return []
+        )
 
 
-def z_loss_problems(coefficient: float, kernels: KernelsConfig) -> list[str]:
-    """List the reasons why the loss cannot have a z-loss (`training.z_loss_coefficient`), one line each."""
+def z_loss_problems(coefficient: float, kernels: KernelsConfig) -> Iterator[str]:
+    """Yield why the loss cannot have a z-loss of this `training.z_loss_coefficient`."""
     if coefficient and not kernels.chunked_loss_head:
-        return [
+        yield (
             f"training.z_loss_coefficient is {coefficient} with kernels.chunked_loss_head false, and megatron-core's "
             "loss head has no z-loss; set the former to 0, or the latter to true"
-        ]
-    return []
+        )
 
 
-def document_problems(parallel: ParallelConfig, kernels: KernelsConfig) -> list[str]:
-    """List the reasons why attention cannot stay within documents (`data.reset_attention_mask`), one line each."""
-    problems = []
+def document_problems(parallel: ParallelConfig, kernels: KernelsConfig) -> Iterator[str]:
+    """Yield why attention cannot stay within documents (`data.reset_attention_mask`)."""
     if parallel.context_parallel_size > 1 and not parallel.exchanges_heads:
-        problems.append(
+        yield (
             f"data.reset_attention_mask with parallel.context_parallel_size {parallel.context_parallel_size} and "
             f"cp_comm_type {parallel.cp_comm_type or 'null'}, whose chunks of a sequence may end within documents; set "
             "parallel.cp_comm_type to a2a, by which ranks attend over whole sequences"
         )
     if kernels.cuda_graph_impl == "local":
-        problems.append(
-            "data.reset_attention_mask with kernels.cuda_graph_impl local, whose graphs cannot be replayed for other "
-            "bounds of documents; set one of them to false or none"
+        yield (
+            "data.reset_attention_mask with kernels.cuda_graph_impl local, but a graph cannot be replayed for "
+            "documents of other lengths; set one of them to false or none"
         )
     if kernels.fused_single_qkv_rope:
-        problems.append(
+        yield (
             "data.reset_attention_mask with kernels.fused_single_qkv_rope, which has no kernel for documents; set one "
             "of them to false"
         )
-    return problems
 
 
 def batch_problems(
     parallel: ParallelConfig, data_parallel_size: int, global_batch_size: int, micro_batch_size: int
 ) -> list[str]:
-    """List the reasons why replicas cannot share a global batch or the optimizer's state, one line each."""
+    """Return why replicas cannot share a global batch or the optimizer's state; at most one line."""
     replicas = data_parallel_size * parallel.context_parallel_size
     instances = parallel.num_distributed_optimizer_instances
     if replicas % instances:
@@ -213,8 +237,8 @@ def batch_problems(
 
 def divisors(number: int) -> list[int]:
     """Return the divisors of a number, the smallest first."""
-    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
 
 
 def _divisors_of(number: int) -> str:

@@ -113,7 +113,7 @@ def layer_weights(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[
     qkv = Weight(
         f"self_attention.linear_{'qk' if placement.has_own_values else 'qkv'}.weight", model.qkv_rows // ranks * h
     )
-    head_norms = [Weight(norm.name, model.kv_channels, True) for norm in HEAD_NORMS if norm.is_there(model)]
+    head_norms = [Weight(norm.name, model.kv_channels, True) for norm in HEAD_NORMS if norm.exists_in(model)]
     biases = placement.has_fan_mlp and model.fan.bias
     yield Weight("input_layernorm.weight", h, is_partial)
     yield Weight("self_attention.linear_proj.weight", model.num_attention_heads // ranks * model.kv_channels * h)

@@ -163,7 +163,7 @@ class MatrixUpdates:
 
 def _matrix(model: FANformerConfig, weight: Weight, tensor: int) -> Matrix:
     tensor_of_layer = model.placement.tensor(weight.name)
-    *_, columns = (size.of(model) for size in tensor_of_layer.shape)
+    *_, columns = (size.value(model) for size in tensor_of_layer.shape)
     rows = weight.elements * (1 if weight.is_partial else tensor) // columns  # of both FAN maps, where there are two
     heads_of_group = model.num_attention_heads // model.query_groups
     of_group = tensor_of_layer.rows_of_group(heads_of_group, model.kv_channels)

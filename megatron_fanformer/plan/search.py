@@ -19,7 +19,7 @@ import yaml
 from megatron_fanformer.configuration import build
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.config import FANformerConfig
-from megatron_fanformer.model.layout_rules import divisors
+from megatron_fanformer.model.layout_rules import divisors, fan_recompute_problems
 from megatron_fanformer.model.layouts import Layout, laid_over, layout_fields, layout_text
 from megatron_fanformer.plan.estimate import Estimate, estimate, job_of, problems, problems_of_layout
 from megatron_fanformer.plan.gradient_buffers import BUCKET_PER_REPLICA, LEAST_BUCKET, first_stage_weights
@@ -176,7 +176,7 @@ def recomputations(config: RunConfig) -> list[RunConfig]:
     has_plain_norm = config.kernels.transformer_impl == "local" or parallel.fan_form == "sequence"
     if has_plain_norm and can_recompute_norms(config.precision):
         cheap.append("layernorm")
-    refusals = config.model.placement.recompute_problems(config.model, parallel.tensor_model_parallel_size)
+    refusals = fan_recompute_problems(config.model, parallel.tensor_model_parallel_size)
     if config.model.has_fan and not any(refusals):
         cheap.append("fan")
     modules = [*filter(None, [cheap]), [*cheap, "mlp"]]

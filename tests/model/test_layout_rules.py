@@ -91,7 +91,7 @@ FAN_AGAIN = "recompute=selective,recompute_modules=[fan]"
             "pp=4,num_layers_in_first_pipeline_stage=8,num_layers_in_last_pipeline_stage=8",
             "the pipeline stages have 8, 0, 0, 8 layers; each must have at least 1",
         ),
-        ({}, "pp=4,num_layers_in_first_pipeline_stage=5", "less the 5 that"),
+        ({}, "pp=4,num_layers_in_first_pipeline_stage=5", "less the 5 of"),
         ({}, "pp=2,pipeline_model_parallel_layout=Et*6|(t*5|)*2L", None),
         ({}, "pp=2,pipeline_model_parallel_layout=Et*8|t*7L", "has 15 layers t, and model.num_layers is 16"),
         (

@@ -28,7 +28,7 @@ class MLPInput(Placement):
 
     name = NAME
     title = "Transformer with FAN in front of its MLP"
-    in_words = "FAN in front of its MLP"
+    description = "FAN in front of its MLP"
     is_fanformer = True
     mlp_tensors = (*fan_tensors(FAN, (FAN_ROWS, H), None, "mlp.fan"), *SWIGLU)
     reference_fields = None
