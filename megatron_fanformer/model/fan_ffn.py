@@ -9,11 +9,11 @@ how its variant FFN <- FAN is made, and this is a reading of it (docs/experiment
 
 with GELU on g1 and g2 in the original FAN (`activation: gelu`).
 
-cos, sin and GELU act on single features, so a tensor parallel rank that owns P1/T periodic and G1/T linear rows of W1
-makes by itself the features of x1 that they stand for, and owns W2's columns of these: nothing moves between the two.
-W2's products are sums over the ranks, which must be complete before cos and sin. So the sum is of the
-pre-activation p2 | g2, (1 - p_ratio) h wide, in place of a Transformer's h: all-reduced, or under sequence parallelism
-reduce-scattered, and then activated on each rank's part of the sequence.
+cos, sin and GELU act on single features: a tensor parallel rank that owns P1/T periodic and G1/T linear rows of W1
+computes the features of x1 from these rows by itself, and owns W2's columns for these features. So nothing is
+communicated between the two layers. The ranks' products with W2 must be summed before cos and sin: the sum is of the
+pre-activation p2 | g2, (1 - p_ratio) h wide, where a Transformer sums h. It is an all-reduce, or under sequence
+parallelism a reduce-scatter, after which each rank takes cos and sin of its part of the sequence.
 
 Shapes: s sequence, b micro batch, T tensor parallel ranks, h hidden size, f width of x1.
 """
@@ -29,53 +29,53 @@ from torch import Tensor
 
 from megatron_fanformer.model.config import FANConfig
 from megatron_fanformer.model.fan_functions import Activation, FANActivation, FANOutput, FANShard
-from megatron_fanformer.model.fan_layer import CanonicalRange, canonical_factory, canonical_rows
+from megatron_fanformer.model.fan_layer import whole_tensor_factory
 
 ShardedOffsets = Sequence[tuple[int, int, int]]
 
 
 class FANFeedForwardBackend(LocalSpecProvider):
-    """megatron-core's provider of local layers, whose MLP has FAN layers for linear maps."""
+    """megatron-core's provider of local layers, with FAN layers for the linear maps of its MLP."""
 
     def __init__(self, fan: FANConfig) -> None:
         self._fan = fan
 
     def column_parallel_linear(self) -> Any:
-        """Return the first layer, with this model's FAN."""
+        """Return the spec of the first FAN layer."""
         return ModuleSpec(module=FANColumnParallelLinear, params={"fan": self._fan})
 
     def row_parallel_linear(self) -> Any:
-        """Return the second layer."""
+        """Return the spec of the second FAN layer."""
         return ModuleSpec(module=FANRowParallelLinear, params={"fan": self._fan})
 
 
 def already_activated(x: Tensor) -> Tensor:
-    """Return the activation between the MLP's maps: none, since the first is a whole FAN layer."""
+    """Return x: megatron-core's MLP needs an activation between its maps, but the first FAN layer has activated x."""
     return x
 
 
 class _FANLayer:
-    """Makes a FAN layer of the linear map of megatron-core's that comes after it among the bases."""
+    """A mix-in before one of megatron-core's linear maps among a class's bases: makes a FAN layer of it."""
 
     activation: Activation
-    """Makes the features from this rank's p | g."""
+    """Computes the features from this rank's p | g."""
 
     def __init__(
         self, input_size: int, output_size: int, *, fan: FANConfig, bias: bool, skip_bias_add: bool, **kwargs: Any
     ) -> None:
         if kwargs["config"].activation_func is not already_activated:
             raise ValueError(
-                "the configuration has an activation between the MLP's maps, which two FAN layers have not; build the "
-                "model by megatron_fanformer.model.build (stock Megatron-LM cannot build placement ffn)"
+                "the configuration has an activation between the MLP's maps, but placement ffn has none there; build "
+                "the model by megatron_fanformer.model.build (stock Megatron-LM cannot build this placement)"
             )
         rows = FANOutput.of_width(output_size, fan.p_ratio).rows
         super().__init__(input_size, rows, bias=fan.bias, skip_bias_add=False, **kwargs)  # type: ignore[call-arg]
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """Return the features of the linear map's output, and no bias left to add."""
+        """Return the features [cos p, sin p, g]; the None says that no bias is left to add."""
         pre_sbk, _ = super().forward(x)  # type: ignore[misc]
-        (made,) = FANActivation.apply(pre_sbk, self.activation)
-        return made, None
+        (features,) = FANActivation.apply(pre_sbk, self.activation)
+        return features, None
 
 
 class FANColumnParallelLinear(_FANLayer, ColumnParallelLinear):
@@ -89,12 +89,12 @@ class FANColumnParallelLinear(_FANLayer, ColumnParallelLinear):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: ShardedOffsets = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """Return the rows under their places in the canonical [p | g] map, whatever the layout."""
+        """Return the rank's rows as parts of the whole [p | g] map, which is alike in every layout."""
         state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         for name in ("weight", "bias"):
             key = prefix + name
             if key in state:
-                state[key] = canonical_factory(state[key], name, canonical_rows(self.shard, [name]))
+                state[key] = whole_tensor_factory(state[key], [name], self.shard.row_ranges())
         return state
 
 
@@ -103,21 +103,20 @@ class FANRowParallelLinear(_FANLayer, RowParallelLinear):
 
     def __init__(self, input_size: int, output_size: int, *, fan: FANConfig, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, fan=fan, **kwargs)
-        self.shard = _shard(input_size, fan, self.tp_group)  # of the rows that make the input
+        self.shard = _shard(input_size, fan, self.tp_group)  # of the first layer, which makes the input
         self.activation = _activation(FANOutput.of_width(output_size, fan.p_ratio), fan)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: ShardedOffsets = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """Return columns under those of the canonical [cos p1, sin p1, g1], whatever the layout; the bias is whole."""
+        """Return the rank's columns as parts of the whole matrix, in the order [cos p1, sin p1, g1]; the bias is whole.
+
+        This order is the same in every layout.
+        """
         state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         if self.shard.ranks > 1:
-            columns = [
-                CanonicalRange("weight", start, end, canonical_start, self.shard.whole(output).width)
-                for output, start, end, canonical_start in self.shard.feature_ranges()
-            ]
             key = f"{prefix}weight"
-            state[key] = canonical_factory(state[key], "weight", columns, dim=1)
+            state[key] = whole_tensor_factory(state[key], ["weight"], self.shard.feature_ranges(), dim=1)
         return state
 
 
@@ -126,5 +125,5 @@ def _shard(width: int, fan: FANConfig, tp_group: dist.ProcessGroup) -> FANShard:
 
 
 def _activation(output: FANOutput, fan: FANConfig) -> Activation:
-    """Return the activation of rows whose features no other rank has."""
+    """Return the activation of rows that stay on one rank: nothing is gathered."""
     return Activation(FANShard(1, 0, (output,)), None, fan.activation == "gelu")

@@ -91,13 +91,13 @@ def test_columns_of_a_weight_are_found_in_any_range_of_its_elements(cuts: tuple[
     width, whole = 12, 24
     weight = torch.nn.Parameter(torch.arange(100, 100 + rows * width, dtype=torch.float32).view(rows, width))
     expected, found = torch.full((rows, whole), -1.0), torch.full((rows, whole), -1.0)
-    for _, start, end, canonical in shard.feature_ranges():
+    for _, start, end, canonical, _ in shard.feature_ranges():
         expected[:, canonical : canonical + end - start] = weight[:, start:end].detach()
     flat = weight.detach().flatten()
     bounds = [0, *cuts, flat.numel()]
     for first, last in itertools.pairwise(bounds):
         part = training_state._Part(weight, first, {}, True)
-        for _, start, end, canonical in shard.feature_ranges():
+        for _, start, end, canonical, _ in shard.feature_ranges():
             piece = ShardedTensor(
                 "weight", weight[:, start:end], torch.float32, (rows, end - start), (rows, whole), (0, canonical), None
             )
