@@ -1,7 +1,7 @@
-"""Self-attention whose input passes through FAN; and any that context parallel ranks share by heads.
+"""Self-attention with a FAN map in front, and the exchange of heads between context parallel ranks.
 
-Shapes: s sequence, b micro batch, h hidden size, v width of all values, n heads of this rank, d head size; C context
-parallel ranks, g query groups of this rank, w width of a group's queries, key and value.
+Shapes: s sequence, b micro batch, h hidden size, v width of all values, n heads of this rank, d head size; T tensor
+parallel ranks, C context parallel ranks, g query groups of this rank, w width of a group's queries, key and value.
 """
 
 import functools
@@ -23,16 +23,16 @@ from megatron_fanformer.runtime.layout import FANForm
 
 @dataclass
 class FANSelfAttentionSubmodules(SelfAttentionSubmodules):
-    """Submodules of a FAN self-attention: Megatron's, and the FAN map's linear layer."""
+    """Submodules of a FAN self-attention: Megatron's, and the linear layer of the FAN map."""
 
     fan_linear: Any = None
 
 
 class FANSelfAttention(SelfAttention):
-    """Megatron's self-attention; queries, keys and values are projected from X_F in place of X.
+    """Megatron's self-attention, with queries, keys and values projected from X_F in place of X.
 
-    In the FAN map's `column` form `linear_qkv` makes X_F itself, of p | g, or it takes an input that is whole on every
-    rank and leaves its gradient unsummed; in the `sequence` form it gathers the sequence, as it does without FAN.
+    In the `column` form of the FAN map, `linear_qkv` either reads p | g and computes X_F itself, or reads the whole X_F
+    on every rank and does not sum its input gradient. In the `sequence` form it gathers the sequence, as without FAN.
     """
 
     def __init__(
@@ -52,23 +52,26 @@ class FANSelfAttention(SelfAttention):
         _connect(config, self.fan, self.linear_qkv)
 
     def set_for_recompute_input_layernorm(self) -> None:
-        """Called by megatron-core in FP8; the layer that reads the recomputed norm is FAN's here, not QKV."""
-        _keep_input_as_it_is(self.fan.linear)
+        """Let FAN's linear layer, which reads the recomputed norm in place of QKV, keep its input; for FP8."""
+        _save_original_input(self.fan.linear)
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Queries, keys and values [s, b, n, d] of hidden states [s, b, h] (this rank's part under SP)."""
+        """Return queries, keys and values [s, b, n, d] of hidden states [s, b, h].
+
+        Under sequence parallelism the hidden states are this rank's part of the sequence.
+        """
         if isinstance(self.linear_qkv, ActivatedColumnParallelLinear):
             return super().get_query_key_value_tensors(self.fan.pre_activation(hidden_states), *args, **kwargs)
         (x_f_sbh,) = self.fan(hidden_states)
-        made = super().get_query_key_value_tensors(x_f_sbh, *args, **kwargs)
-        self.fan.discard(made[0])
-        return made
+        qkv = super().get_query_key_value_tensors(x_f_sbh, *args, **kwargs)
+        self.fan.discard(qkv[0])
+        return qkv
 
 
 class FANValueAttention(Attention):
-    """Self-attention at placement `qk_and_v`: queries and keys from X_F, values straight from a FAN layer of their own.
+    """Self-attention at placement `qk_and_v`: queries and keys are projected from X_F, a second FAN layer makes values.
 
-    `linear_qkv` of the submodules makes queries and keys here, interleaved by query group as Megatron's are.
+    The submodule `linear_qkv` makes queries and keys alone, interleaved by query group as in Megatron.
     """
 
     def __init__(
@@ -105,14 +108,12 @@ class FANValueAttention(Attention):
         )
         _check_head_norms(config, self.q_layernorm)
 
-    def set_for_recompute_input_layernorm(self) -> None:
-        """As in `FANSelfAttention`."""
-        _keep_input_as_it_is(self.fan.linear)
+    set_for_recompute_input_layernorm = FANSelfAttention.set_for_recompute_input_layernorm
 
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, key_value_states: Tensor | None = None, *_args: Any, **_kwargs: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [s, b, n, d] of hidden states [s, b, h] (this rank's part under SP)."""
+        """Return queries, keys and values [s, b, n, d] of hidden states [s, b, h], as `FANSelfAttention` does."""
         if isinstance(self.linear_qk, ActivatedColumnParallelLinear):
             qk, (_, values) = self.linear_qk(self.fan.pre_activation(hidden_states))
         else:
@@ -122,20 +123,20 @@ class FANValueAttention(Attention):
         qk = qk.unflatten(-1, (groups, -1, size))
         query, key = qk.split([qk.shape[-2] - 1, 1], dim=-2)
         query, key = query.flatten(2, 3), key.squeeze(-2)
-        own_values = self._own_heads(values).unflatten(-1, (groups, size))
+        value = self._values_of_this_rank(values).unflatten(-1, (groups, size))
         self.fan.discard(qk)
         if self.q_layernorm is not None:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
-        return query, key, own_values
+        return query, key, value
 
-    def _own_heads(self, values: Tensor) -> Tensor:
-        """Return this rank's heads of the values, over the whole sequence: [s, b, v / T]."""
+    def _values_of_this_rank(self, values: Tensor) -> Tensor:
+        """Return this rank's heads of FAN's values, over the whole sequence: [s, b, v / T]."""
         group = self.pg_collection.tp
         if self.fan_form == "sequence" and group.size() > 1:
-            part = all_to_all_sp2hp(values, group)  # from all heads of a part of the sequence
-            return part.unflatten(0, (-1, values.shape[1]))
-        part = values.chunk(group.size(), dim=-1)[group.rank()]  # every rank has the whole
-        return part.clone() if self.fan.activation.recompute else part  # so that attention does not keep the whole
+            heads = all_to_all_sp2hp(values, group)  # `values` are all heads of a part of the sequence
+            return heads.unflatten(0, (-1, values.shape[1]))
+        heads = values.chunk(group.size(), dim=-1)[group.rank()]  # `values` are whole on every rank
+        return heads.clone() if self.fan.activation.recompute else heads  # a view would keep the whole for backward
 
 
 def _fan_map(
@@ -152,55 +153,55 @@ def _fan_map(
 
 
 class HeadExchange:
-    """Comes before a class of attention: context parallel ranks exchange parts of the sequence for parts of the heads.
+    """A mix-in before a class of attention: context parallel ranks exchange parts of the sequence for parts of heads.
 
-    They hold equal parts of the sequence, in their order. Between the projections each has the whole sequence, and of
-    the heads its part. So rotary positions, masks and bounds of documents are those of one rank; the attention itself
-    is to be built without context parallelism, and the core attention with a part of the heads.
+    Each rank holds an equal part of the sequence, in order. Between the projections, it has the whole sequence and a
+    part of the heads, so rotary positions, masks and documents' bounds are those of one rank. Build the attention
+    without context parallelism, and its core attention for a part of the heads.
     """
 
     def __init__(self, *args: Any, context_group: dist.ProcessGroup, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.context_group = context_group
-        self.core_attention.register_forward_hook(self._own_part)  # type: ignore[attr-defined]
+        self.core_attention.register_forward_hook(self._exchange_back)  # type: ignore[attr-defined]
 
     def get_query_key_value_tensors(self, *args: Any, split_qkv: bool = True, **kwargs: Any) -> Any:
-        """Return the output of the class after this one, [s, b, n / C, d] from [s / C, b, n, d].
+        """Exchange what the class after this one returns, [s / C, b, n, d] each, for [s, b, n / C, d].
 
-        Not split: all three by groups, as one tensor, and the parts of w.
+        With `split_qkv` false, all three are one tensor by query group, which is returned with the three widths.
         """
-        made = super().get_query_key_value_tensors(*args, split_qkv=split_qkv, **kwargs)  # type: ignore[misc]
+        qkv = super().get_query_key_value_tensors(*args, split_qkv=split_qkv, **kwargs)  # type: ignore[misc]
         if not split_qkv:
-            qkv, widths = made
-            return self._whole_sequence(qkv), widths
-        query, key, value = made
+            qkv_sbgw, widths = qkv
+            return self._exchange(qkv_sbgw), widths
+        query, key, value = qkv
         groups, size = key.shape[2:]
         qkv = torch.cat([query.unflatten(2, (groups, -1)).flatten(3), key, value], -1)
-        query, key, value = self._whole_sequence(qkv).split([qkv.shape[-1] - 2 * size, size, size], -1)
+        query, key, value = self._exchange(qkv).split([qkv.shape[-1] - 2 * size, size, size], -1)
         return query.unflatten(3, (-1, size)).flatten(2, 3), key, value
 
-    def _whole_sequence(self, qkv_sbgw: Tensor) -> Tensor:
-        """[s / C, b, g, w] -> [s, b, g / C, w]."""
+    def _exchange(self, qkv_sbgw: Tensor) -> Tensor:
+        """Exchange [s / C, b, g, w] for [s, b, g / C, w]."""
         _, samples, groups, width = qkv_sbgw.shape
         exchanged = all_to_all_sp2hp(qkv_sbgw.flatten(2), self.context_group)
         return exchanged.view(-1, samples, groups // self.context_group.size(), width)
 
-    def _own_part(self, _core: Any, _inputs: Any, context: Tensor) -> Tensor:
-        """[s, b, n / C * d] -> [s / C, b, n * d]; packed, without b."""
+    def _exchange_back(self, _core: Any, _inputs: Any, context: Tensor) -> Tensor:
+        """Exchange the core attention's output [s, b, n / C * d] for [s / C, b, n * d]; packed sequences have no b."""
         part = all_to_all_hp2sp(context, self.context_group)
         return part.view(-1, *context.shape[1:-1], part.shape[-1])
 
 
 @functools.cache
 def exchanging_heads(attention: type[Attention]) -> type[Attention]:
-    """Return a class of attention with `HeadExchange` before it."""
+    """Return the subclass of a class of attention that has `HeadExchange` before it."""
     return type(f"HeadExchange{attention.__name__}", (HeadExchange, attention), {})
 
 
 def _check_head_norms(config: TransformerConfig, norm: torch.nn.Module | None) -> None:
-    """Raise a ValueError where the configuration and the layer disagree on norms of heads.
+    """Raise ValueError if only one of configuration and layer has norms of heads.
 
-    By the configuration megatron-core sums their gradients over the tensor parallel ranks.
+    By the configuration, megatron-core sums the gradients of these norms over the tensor parallel ranks.
     """
     if config.qk_layernorm != (norm is not None):
         raise ValueError(
@@ -211,18 +212,18 @@ def _check_head_norms(config: TransformerConfig, norm: torch.nn.Module | None) -
 
 
 def _connect(config: TransformerConfig, fan: FANProjection, linear: torch.nn.Module) -> None:
-    """Make `linear` the reader of X_F: it makes X_F itself, or keeps it for backward as FAN does.
+    """Prepare `linear` to read X_F: give it FAN's activation to compute X_F, or in FP8 let it keep X_F as FAN does.
 
-    In FP8 that is without an FP8 copy besides. Backward quantises X_F again, to the same numbers; scales of the past
-    (`delayed`) would be others by then.
+    An FP8 layer would keep an FP8 copy besides. Backward quantizes X_F again, to the same numbers, except with the
+    recipe `delayed`, whose scales have changed by then.
     """
     if isinstance(linear, ActivatedColumnParallelLinear):
         linear.activation = fan.activation
     if config.fp8 and config.fp8_recipe != "delayed":
-        _keep_input_as_it_is(linear)
+        _save_original_input(linear)
 
 
-def _keep_input_as_it_is(linear: torch.nn.Module) -> None:
+def _save_original_input(linear: torch.nn.Module) -> None:
     from megatron.core.extensions.transformer_engine import set_save_original_input
 
     set_save_original_input(linear)

@@ -1,4 +1,4 @@
-"""The plain-torch parts of the local layer spec.
+"""The layers of the local layer spec that are this project's own, in plain torch.
 
 Shapes: s sequence, b micro batch, h hidden size, n heads of this rank, d head size.
 """
@@ -25,7 +25,7 @@ from megatron_fanformer.runtime.layout import context_chunks
 
 
 class SwiGLU(MegatronModule):
-    """silu(gate) * up, of [gate | up] in one tensor; for megatron-core's MLP, as its `activation_func`."""
+    """The activation of megatron-core's MLP: silu(gate) * up, of [gate | up] in one tensor."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config=config)
@@ -36,17 +36,18 @@ class SwiGLU(MegatronModule):
 
 
 class LocalBackend(LocalSpecProvider):
-    """megatron-core's provider of local layers, with the activation that its MLP is to use on a CPU."""
+    """megatron-core's provider of local layers, with `SwiGLU` for its MLP."""
 
     def activation_func(self) -> type[torch.nn.Module]:
-        """Return the MLP's activation under `use_te_activation_func`."""
+        """Return the activation that megatron-core's MLP takes if `use_te_activation_func` is set."""
         return SwiGLU
 
 
 class ReplicatedLinear(MegatronModule):
-    """A linear map that every tensor parallel rank holds whole, for its own part of the sequence.
+    """A linear map that every tensor parallel rank holds whole and applies to its part of the sequence.
 
-    Its gradients are of that part: megatron-core sums them over the ranks at the end of a step, as it does the norms'.
+    A rank's gradients are of its part of the sequence; megatron-core sums them over the ranks at the end of a step, as
+    it sums those of norms.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class ReplicatedLinear(MegatronModule):
             parameter.sequence_parallel = config.sequence_parallel
 
     def forward(self, x_sbh: Tensor) -> tuple[Tensor, None]:
-        """[s / T, b, h] -> [s / T, b, rows], and no bias left to add, as Megatron's layers return."""
+        """Map [s / T, b, h] to [s / T, b, rows]; the None says that no bias is left to add, as in Megatron's layers."""
         return F.linear(x_sbh, self.weight, self.bias), None
 
     def sharded_state_dict(
@@ -89,14 +90,14 @@ class ReplicatedLinear(MegatronModule):
 class TorchCoreAttention(MegatronModule):
     """softmax(q k^T / sqrt(d)) v by torch's scaled-dot-product attention, which stores no s x s matrix.
 
-    Under context parallelism each rank gathers the keys and values of the whole sequence, and attends to them from its
-    own two chunks of it (`runtime.layout.context_chunks`).
+    Under context parallelism each rank gathers the keys and values of the whole sequence, for the queries of its two
+    chunks of the sequence (`runtime.layout.context_chunks`).
 
-    Packed sequences (documents) are attended to one after the other, those that follow one another with the same length
-    at once: the work is the sum of their lengths' squares.
+    Packed sequences (documents) are computed one after another, neighbors of equal length together: the work is the sum
+    of the squares of their lengths.
 
-    Takes the arguments of any core attention of Megatron's; masks other than causal and none, packed sequences over
-    gathered keys and dropout are refused.
+    Takes the arguments of all of Megatron's core attentions. Raises ValueError for dropout, a bias, a mask that is not
+    causal, and for packed sequences in another format than `thd` or under context parallelism.
     """
 
     def __init__(
@@ -129,30 +130,30 @@ class TorchCoreAttention(MegatronModule):
         packed_seq_params: Any = None,
         **_ignored: Any,
     ) -> Tensor:
-        """Return queries [s, b, n, d], keys and values [s, b, n or fewer, d] -> [s, b, n * d].
+        """Attend queries [s, b, n, d] to keys and values [s, b, n or fewer, d]; return [s, b, n * d].
 
-        With `packed_seq_params` of format `thd`, [t, n, d] of the tokens of all sequences -> [t, n * d].
+        With `packed_seq_params`, the tokens t of all sequences take the place of s and b: [t, n, d] -> [t, n * d].
         """
         mask_type = attn_mask_type or self.attn_mask_type
         if mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask) or attention_bias is not None:
             raise ValueError(f"the local core attention has only causal masks, not {mask_type}")
         is_causal = mask_type == AttnMaskType.causal
-        is_spread = self.cp_group is not None and self.cp_group.size() > 1
+        is_context_parallel = self.cp_group is not None and self.cp_group.size() > 1
         if packed_seq_params is not None:
-            if is_spread or packed_seq_params.qkv_format != "thd":
+            if is_context_parallel or packed_seq_params.qkv_format != "thd":
                 raise ValueError("the local core attention takes packed sequences as thd, without context parallelism")
             return self._attend_within(packed_seq_params.cu_seqlens_q, query, key, value, is_causal=is_causal)
-        if is_spread:
+        if is_context_parallel:
             return self._attend_to_whole_sequence(query, key, value)
         if not is_causal and len(query) > 1:
-            # megatron-core's word for a filled cache, as if one query stood behind it. Each of several sees the keys
-            # up to its own.
-            seen = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device)
-            return self._attend(query, key, value, attn_mask=seen.tril(diagonal=len(key) - len(query)))
+            # With a filled cache megatron-core sets no mask, which is right for one query. Of several queries, each one
+            # may see the keys up to its own position.
+            may_see = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device)
+            return self._attend(query, key, value, attn_mask=may_see.tril(diagonal=len(key) - len(query)))
         return self._attend(query, key, value, is_causal=is_causal)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, **masking: Any) -> Tensor:
-        # Heads shared by several queries are repeated: with enable_gqa torch leaves its fused CPU kernel.
+        # Repeat heads that several queries share: with enable_gqa torch does not use its fused CPU kernel.
         repeats = query.shape[2] // key.shape[2]
         if repeats > 1:
             key, value = (x.repeat_interleave(repeats, dim=2) for x in (key, value))
@@ -161,9 +162,9 @@ class TorchCoreAttention(MegatronModule):
         return context_bnsd.permute(2, 0, 1, 3).flatten(2)
 
     def _attend_within(self, bounds: Tensor, *qkv: Tensor, is_causal: bool) -> Tensor:
-        """Attention within each of the sequences that begin and end at `bounds`, [t, n, d] of all -> [t, n * d]."""
+        """Attend within each sequence between two of `bounds`; queries, keys and values [t, n, d] -> [t, n * d]."""
         runs = [(length, len(list(run))) for length, run in itertools.groupby(bounds.diff().tolist())]
-        # Split, not sliced: backward then joins the parts' gradients once, and adds no whole tensor for each.
+        # Split, not sliced: backward then joins the gradients of all parts once, and adds no whole tensor per part.
         parts = zip(*(x.split([length * count for length, count in runs]) for x in qkv), strict=True)
         contexts = []
         for (length, count), part in zip(runs, parts, strict=True):
@@ -172,42 +173,44 @@ class TorchCoreAttention(MegatronModule):
         return torch.cat(contexts)
 
     def _attend_to_whole_sequence(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Causal attention of this rank's two chunks of the sequence, [s / cp, b, n, d] each."""
+        """Return the causal attention of this rank's two chunks of the sequence; arguments [s / cp, b, n, d]."""
         assert self.cp_group is not None
         size = self.cp_group.size()
         gathered = gather_from_sequence_parallel_region(torch.cat([key, value], -1), group=self.cp_group)
-        chunks = gathered.chunk(2 * size)  # as the ranks hold them: in pairs
-        held = [chunk for rank in range(size) for chunk in context_chunks(rank, size)]
-        in_order = torch.cat([chunks[held.index(number)] for number in range(2 * size)])
+        chunks = gathered.chunk(2 * size)  # the two of rank 0, then the two of rank 1, ...
+        chunk_numbers = [number for rank in range(size) for number in context_chunks(rank, size)]
+        in_order = torch.cat([chunks[chunk_numbers.index(number)] for number in range(2 * size)])
         key, value = in_order.chunk(2, dim=-1)
         length = query.shape[0] // 2
         outputs = []
-        for number, own_query in zip(context_chunks(self.cp_group.rank(), size), query.chunk(2), strict=True):
-            seen = (number + 1) * length
-            mask = torch.ones(length, seen, dtype=torch.bool, device=query.device).tril(diagonal=number * length)
-            outputs.append(self._attend(own_query, key[:seen], value[:seen], attn_mask=mask))
+        for number, query_chunk in zip(context_chunks(self.cp_group.rank(), size), query.chunk(2), strict=True):
+            end = (number + 1) * length
+            mask = torch.ones(length, end, dtype=torch.bool, device=query.device).tril(diagonal=number * length)
+            outputs.append(self._attend(query_chunk, key[:end], value[:end], attn_mask=mask))
         return torch.cat(outputs)
 
 
 class RMSNorm(torch.nn.Module):
-    """RMSNorm whose weight's gradient Megatron sums under sequence parallelism.
-
-    (megatron-core's wrapper of torch's own refuses to run there.)
-    """
+    """RMSNorm that also runs under sequence parallelism, where megatron-core's wrapper of torch's norm refuses to."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_ignored: Any) -> None:
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # The mark by which megatron-core sums the gradient over the ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalises the last axis; the mean square is taken in float32."""
+        """Normalize the last axis; the mean square is computed in float32."""
         return rms_norm(x, self.weight, self.eps)
 
 
 def weight_gradient(weight_oh: Any, grad_no: Tensor, x_nh: Tensor, *, fuses_accumulation: bool) -> Tensor | None:
-    """Return backward's result for a weight: its gradient, or a stand-in if that is in `main_grad` already."""
+    """Return the gradient of a weight; or, if accumulation is fused, add it to `main_grad` and return a stand-in.
+
+    Args:
+        grad_no: gradient of the product x_nh weight_oh^T, for n tokens.
+    """
     if not (fuses_accumulation and hasattr(weight_oh, "main_grad")):
         return grad_no.t().matmul(x_nh)
     add_product(weight_oh.main_grad, grad_no, x_nh)
@@ -215,10 +218,11 @@ def weight_gradient(weight_oh: Any, grad_no: Tensor, x_nh: Tensor, *, fuses_accu
 
 
 def stand_in(weight_oh: Any) -> Tensor | None:
-    """Return a stand-in where the gradient is in `main_grad` already, so that the weight is marked ready for reduction.
+    """Return what backward returns for a weight whose gradient is in `main_grad` already.
 
-    By Megatron's own protocol of fused accumulation it is a tensor of any content, which a flag keeps from being read.
-    A weight that is also this stage's embedding has a gradient from there, which must be read: it gets none from here.
+    Megatron marks the weight as ready for reduction if backward returns any tensor, and does not read that tensor if
+    the weight has the flag `grad_added_to_main_grad`. A weight that is also this stage's embedding (it has
+    `zero_out_wgrad`) gets a gradient from the embedding, which must be read: the result is then None.
     """
     if getattr(weight_oh, "zero_out_wgrad", False):
         return None
