@@ -8,7 +8,6 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_fanformer.errors import InputError, broken_fields
@@ -20,20 +19,9 @@ if TYPE_CHECKING:
 
 PAPER_VOCAB_SIZE = 50_280  # allenai/gpt-neox-olmo-dolma-v1_5
 PAPER_P_RATIO = 0.25
-FFN_MULTIPLE = 64  # matched sizes are rounded to it, so that every usual tensor-parallel size divides them
+FFN_MULTIPLE = 64  # every usual tensor parallel size divides it
 
-LARGEST_SIZE = 1 << 30  # so that the bytes of a tensor of two such sizes fit into 64 bits
-
-SIZE_FIELDS = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "vocab_size",
-    "make_vocab_size_divisible_by",
-    "seq_length",
-    "rotary_base",
-)
+LARGEST_SIZE = 1 << 30  # the bytes of a tensor of two such sizes still fit into 64 bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +42,11 @@ class FANConfig:
 
     @property
     def value_p_ratio(self) -> float:
-        """`v_p_ratio` resolved."""
+        """Return the p_ratio of the values' FAN layer."""
         return self.p_ratio if self.v_p_ratio is None else self.v_p_ratio
 
     def outputs(self, hidden_size: int, value_size: int) -> list[tuple[int, float]]:
-        """Return width and p_ratio of attention's FAN outputs: X_F, and the values where a FAN layer makes them."""
+        """Return the width and the p_ratio of each output of attention's FAN map: X_F, and values if FAN makes them."""
         return PLACEMENTS[self.placement].outputs(self, hidden_size, value_size)
 
     def problems(self) -> list[str]:
@@ -113,10 +101,11 @@ class FANformerConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> "FANformerConfig":
         """Return the configuration that `dataclasses.asdict` turned into `values`, as checkpoints store it.
 
-        Raises:
-            InputError: they are not those of a model that can be built; every problem, one line each.
+        Raises InputError, with one line for each problem, if no model can be built from them.
         """
-        from megatron_fanformer.configuration import build  # not for the layers, which need torch and Megatron alone
+        from megatron_fanformer.configuration import (
+            build,  # stock Megatron-LM imports this module, and needs no `build`
+        )
 
         config = build(values, cls, "model.")
         if problems := config.problems():
@@ -124,10 +113,7 @@ class FANformerConfig:
         return config
 
     def stated_problems(self) -> list[str]:
-        """List the problems of values in another program's file, types included, one line each.
-
-        Files may state anything: a word for a size, a size that fits in no memory.
-        """
+        """Return the problems of fields that another program's file stated, wrong types included, one line each."""
         from megatron_fanformer.configuration import value_problems
 
         return value_problems(dataclasses.asdict(self), type(self), "model.") or self.problems()
@@ -144,27 +130,22 @@ class FANformerConfig:
 
     @property
     def query_groups(self) -> int:
-        """Key and value heads, `num_query_groups` resolved."""
+        """Return the number of key and value heads."""
         return self.num_query_groups or self.num_attention_heads
 
     @property
     def placement(self) -> Placement:
-        """Return all that follows from `fan.placement`."""
+        """Return the description of the layer that `fan.placement` names."""
         return PLACEMENTS[self.fan.placement]
 
     @property
     def has_fan(self) -> bool:
-        """Return whether there is a FAN map in front of attention."""
+        """Return whether a FAN map stands in front of attention."""
         return self.placement.is_in_attention
 
     @property
-    def periodic_size(self) -> int:
-        """P, the rows of the FAN map whose cos and sin enter X_F."""
-        return int(self.fan.p_ratio * self.hidden_size)
-
-    @property
     def periodic_units(self) -> int:
-        """Periodic rows of attention's FAN map in a layer, the values' included; 0 without one."""
+        """Periodic rows of a layer's FAN map in front of attention, for X_F and the values; 0 without the map."""
         outputs = self.fan.outputs(self.hidden_size, self.value_size)
         return sum(int(p_ratio * width) for width, p_ratio in outputs)
 
@@ -175,12 +156,12 @@ class FANformerConfig:
 
     @property
     def fan_rows(self) -> int:
-        """Rows of attention's FAN map in a layer, the values' included; 0 without one."""
+        """Rows of a layer's FAN map in front of attention, for X_F and the values; 0 without the map."""
         return sum(width for width, _ in self.fan.outputs(self.hidden_size, self.value_size)) - self.periodic_units
 
     @property
     def qkv_rows(self) -> int:
-        """Rows of the matrix behind FAN: of Q, K and V, or of Q and K alone (placement qk_and_v)."""
+        """Rows of the matrix of Q, K and V, or of Q and K alone (placement qk_and_v)."""
         return self.placement.qkv_rows(self)
 
     @property
@@ -190,12 +171,12 @@ class FANformerConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Weights of the whole model, vocabulary padding included, tied ones counted once."""
+        """Number of weights of the model, with the vocabulary's padding; tied weights count once."""
         embeddings = self.padded_vocab_size * self.hidden_size * (1 + self.untie_embeddings_and_output_weights)
         return embeddings + self.num_layers * self.placement.parameters(self) + self.hidden_size
 
     def resolved_fields(self) -> dict[str, Any]:
-        """Return the fields by their dotted names, those that say the same in different words resolved."""
+        """Return the fields by dotted names, in one form: configurations of equal models have equal fields."""
         from megatron_fanformer.configuration import by_dotted_names  # as in `from_dict`
 
         fields = by_dotted_names(dataclasses.asdict(dataclasses.replace(self, num_query_groups=self.query_groups)))
@@ -203,9 +184,15 @@ class FANformerConfig:
         return {**fields, "padded_vocab_size": self.padded_vocab_size}
 
     def problems(self) -> list[str]:
-        """Return the rules of the shape that this configuration breaks, one line each; empty if it can be built."""
-        problems = self._size_problems()
-        if problems:
+        """Return the rules that this shape breaks, one line each; an empty list if it can be built."""
+        sizes = [name for name, kind in type(self).__annotations__.items() if kind is int]
+        too_large = f"be at most {LARGEST_SIZE}, beyond which no tensor's bytes can be counted"
+        problems = [
+            *broken_fields("model", self, "be at least 1", lambda value: value < 1, *sizes),
+            *broken_fields("model", self, too_large, lambda value: value > LARGEST_SIZE, *sizes, "num_query_groups"),
+            *broken_fields("model", self, "be at least 1, or null", lambda value: value < 1, "num_query_groups"),
+        ]
+        if problems:  # the rules between fields need sound sizes
             return problems + self.fan.problems()
         if self.hidden_size % self.num_attention_heads:
             problems.append(
@@ -229,24 +216,18 @@ class FANformerConfig:
             problems.append("model.rotary_base is 1, by which yarn cannot tell frequencies apart; raise it")
         return problems + self.rope_scaling.problems() + self.fan.problems()
 
-    def _size_problems(self) -> list[str]:
-        broken = partial(broken_fields, "model", self)
-        at_most = f"be at most {LARGEST_SIZE}, beyond which no tensor's bytes can be counted"
-        return [
-            *broken("be at least 1", lambda value: value < 1, *SIZE_FIELDS),
-            *broken(at_most, lambda value: value > LARGEST_SIZE, *SIZE_FIELDS, "num_query_groups"),
-            *broken("be at least 1, or null", lambda value: value < 1, "num_query_groups"),
-        ]
-
 
 def p_ratio_of(periodic_size: int, hidden_size: int) -> float:
-    """Return the p_ratio that gives `periodic_size` rows: the quotient, or its next float up where that truncates."""
+    """Return the p_ratio that gives `periodic_size` rows: the quotient, or the next float if that rounds too low."""
     p_ratio = periodic_size / hidden_size
     return p_ratio if int(p_ratio * hidden_size) == periodic_size else math.nextafter(p_ratio, 1.0)
 
 
 def nearest_p_ratio(p_ratio: float, width: int, ranks: int) -> float | None:
-    """Return the p_ratio nearest to this one whose p and g rows of that width divide over the ranks; None if none."""
+    """Return the p_ratio nearest to this one whose periodic and linear rows, for that width, divide over the ranks.
+
+    Returns None if there is none.
+    """
     if width % ranks:
         return None
     largest = width // 2 // ranks * ranks
@@ -254,21 +235,21 @@ def nearest_p_ratio(p_ratio: float, width: int, ranks: int) -> float | None:
 
 
 def as_transformer(config: FANformerConfig) -> FANformerConfig:
-    """Return the Transformer of the same shape: no FAN projection."""
+    """Return the model without FAN: the Transformer of the same shape."""
     return dataclasses.replace(config, fan=dataclasses.replace(config.fan, placement=TRANSFORMER))
 
 
 def with_same_parameters(config: FANformerConfig, multiple: int = FFN_MULTIPLE) -> FANformerConfig:
-    """Return the model with as many parameters as its Transformer twin: d_ff shrinks by FAN's parameters.
+    """Return the model with d_ff changed so that it has as many parameters as the Transformer of its original shape.
 
-    At p_ratio 0.25 the 1B model goes from 8192 to the paper's 7680. Two FAN layers in place of the SwiGLU have fewer
-    weights than it at the same d_ff: at that p_ratio they get twice as wide.
+    At p_ratio 0.25 the 1B model goes from 8192 to the paper's 7680. At placement `ffn` d_ff grows: two FAN layers have
+    fewer weights than a SwiGLU of the same d_ff.
 
     Args:
         multiple: d_ff is rounded to a multiple of it.
     """
-    other, placement = as_transformer(config), config.placement
-    missing = other.placement.parameters(other) - placement.parameters(config)
+    transformer, placement = as_transformer(config), config.placement
+    missing = transformer.placement.parameters(transformer) - placement.parameters(config)
     exact = config.ffn_hidden_size + missing / placement.parameters_per_ffn_unit(config)
     return dataclasses.replace(config, ffn_hidden_size=max(1, round(exact / multiple)) * multiple)
 
@@ -340,7 +321,8 @@ class PrecisionConfig:
         if self.fp8 is None:
             stray = [name for name in ("fp8_fan", "first_last_layers_bf16") if getattr(self, name)]
             return problems + [
-                f"precision.{name} is true without precision.fp8; set precision.fp8, or it to false" for name in stray
+                f"precision.{name} is true without precision.fp8; set {name} to false, or set precision.fp8"
+                for name in stray
             ]
         if self.dtype == "fp32":
             problems.append(
@@ -358,11 +340,11 @@ class PrecisionConfig:
 TransformerImpl = Literal["auto", "local", "transformer_engine"]
 
 LOGITS_BYTES_ON_CPU, LOGITS_BYTES_ON_GPU = 200 * 2**20, 400 * 2**20
-"""Logits that the loss head holds at a time. Every chunk reads and writes the weight's whole gradient, which must not
-matter beside the matrix products: measured on a CPU in float32 (vocabulary 50304, width 512), chunks of 512 tokens cost
-3% more than those of 1,024, and 64 tokens half as much again; in bf16 on AMX a step takes 2% longer with 1,024
-than with 2,048; a Hopper GPU's products in bf16 are so fast that it needs some 4,000 tokens."""
-ALIGNED_TOKENS = 64  # a chunk is a multiple of it: matrix units prefer whole tiles
+"""Logits that the loss head holds at a time. Every chunk of tokens reads and writes the whole gradient of the weight,
+which must take little time beside the matrix products. Measured on a CPU in float32 (vocabulary 50304, width 512),
+chunks of 512 tokens cost 3% more than chunks of 1,024, and 64 tokens 50% more; in bf16 on AMX a step takes 2% longer
+with 1,024 than with 2,048; a Hopper GPU's products in bf16 are so fast that it needs some 4,000 tokens."""
+ALIGNED_TOKENS = 64  # chunks are multiples of it: matrix units prefer whole tiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -387,20 +369,17 @@ class KernelsConfig:
     """Add weight gradients to their buffer inside the matrix product; null: in training, on a GPU only with
     Transformer Engine's layers or apex's `fused_weight_gradient_mlp_cuda`."""
 
-    @property
-    def fuses_gradient_accumulation(self) -> bool:
-        """Return whether it was chosen or configured: a model that is not trained has no buffer to add to."""
-        return bool(self.gradient_accumulation_fusion)
-
     def loss_chunk_tokens(self, logit_columns: int, element_bytes: int, *, on_cpu: bool) -> int:
-        """`loss_head_chunk_tokens` resolved, for logits of that many bytes each.
+        """Return the tokens per chunk of the loss head.
 
         Args:
-            logit_columns: token ids whose logits one rank has.
+            logit_columns: columns of logits on one rank.
+            element_bytes: bytes of one logit.
         """
-        row_bytes = logit_columns * element_bytes
-        tokens = (LOGITS_BYTES_ON_CPU if on_cpu else LOGITS_BYTES_ON_GPU) // row_bytes
-        return self.loss_head_chunk_tokens or max(1, tokens // ALIGNED_TOKENS * ALIGNED_TOKENS or tokens)
+        if self.loss_head_chunk_tokens is not None:
+            return self.loss_head_chunk_tokens
+        tokens = (LOGITS_BYTES_ON_CPU if on_cpu else LOGITS_BYTES_ON_GPU) // (logit_columns * element_bytes)
+        return max(1, tokens if tokens < ALIGNED_TOKENS else tokens // ALIGNED_TOKENS * ALIGNED_TOKENS)
 
     def problems(self) -> list[str]:
         """Return the rules of single fields that this configuration breaks, one line each."""
@@ -412,7 +391,7 @@ DEFAULT_KERNELS = KernelsConfig()
 
 
 def torch_dtype(name: str) -> "torch.dtype":
-    """Return torch's number format of the name fp32 or bf16."""
-    import torch  # takes seconds, and configurations are checked before
+    """Return torch's type for `fp32` or `bf16`."""
+    import torch  # its import takes seconds, and configurations are checked first
 
     return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]

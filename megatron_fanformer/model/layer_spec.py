@@ -3,8 +3,8 @@
 Stock Megatron-LM takes it unchanged: `pretrain_gpt.py --spec megatron_fanformer.model.layer_spec fanformer_layer_spec`
 (p_ratio 0.25; for another, a module of your own that calls `layer_spec(FANConfig(...))`).
 
-With Transformer Engine the input norm is fused into the column parallel map that reads it: the FAN map, not QKV. (The
-replicated map of the `sequence` form has a norm before it.) The FAN map stays out of FP8 unless `fp8_fan` is set.
+With Transformer Engine the input norm is fused into the column parallel map that reads the norm: the FAN map, not QKV.
+The replicated FAN map of the `sequence` form has a separate norm. The FAN map is not in FP8 unless `fp8_fan` is set.
 """
 
 import functools
@@ -30,6 +30,8 @@ from megatron_fanformer.model.local_layers import ReplicatedLinear, RMSNorm, Tor
 from megatron_fanformer.model.placements import PLACEMENTS
 from megatron_fanformer.runtime.layout import FANForm
 
+LayerImpl = Literal["local", "transformer_engine"]
+
 
 @functools.cache
 def transformer_engine_problem() -> str | None:
@@ -39,7 +41,7 @@ def transformer_engine_problem() -> str | None:
 
         if extension.HAVE_TE:
             return None
-        # megatron-core takes a missing dependency for the Engine's absence.
+        # HAVE_TE is also false if one of the Engine's dependencies is missing: this import names it.
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:  # a broken installation raises whatever its libraries raise
         if not (isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("transformer_engine")):
@@ -47,18 +49,18 @@ def transformer_engine_problem() -> str | None:
     return "it is not installed"
 
 
-def resolve_transformer_impl(wanted: TransformerImpl) -> Literal["local", "transformer_engine"]:
-    """Resolve `auto` to Transformer Engine where it imports.
+def resolve_transformer_impl(transformer_impl: TransformerImpl) -> LayerImpl:
+    """Return the implementation; `auto` is Transformer Engine if it imports, else the local layers.
 
     Raises:
-        InputError: Transformer Engine is requested and cannot be used.
+        InputError: Transformer Engine is requested, and cannot be used.
     """
-    if wanted == "local":
+    if transformer_impl == "local":
         return "local"
     problem = transformer_engine_problem()
     if problem is None:
         return "transformer_engine"
-    if wanted == "transformer_engine":
+    if transformer_impl == "transformer_engine":
         raise InputError(
             f"kernels.transformer_impl is transformer_engine, but {problem}; install megatron_fanformer[gpu] on a "
             "machine with a GPU, or set it to local"
@@ -67,14 +69,14 @@ def resolve_transformer_impl(wanted: TransformerImpl) -> Literal["local", "trans
 
 
 def chosen_engine_attention() -> Literal["flash", "fused", "unfused"] | None:
-    """Return the backend that Transformer Engine's attention last used in this process; None if it is unknown.
+    """Return the backend that Transformer Engine's attention last used in this process; None before it used any.
 
-    The Engine decides in its first forward pass, by shapes and by which libraries load.
+    The Engine chooses in its first forward pass, by shapes and by the libraries that load.
     """
     module = sys.modules.get("transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention")
-    chosen = getattr(module, "_attention_backends", {})
+    choice = getattr(module, "_attention_backends", {})
     names: tuple[Literal["flash", "fused", "unfused"], ...] = ("flash", "fused", "unfused")
-    return next((name for name in names if chosen.get(f"use_{name}_attention")), None)
+    return next((name for name in names if choice.get(f"use_{name}_attention")), None)
 
 
 def layer_spec(
@@ -87,13 +89,17 @@ def layer_spec(
     qk_layernorm: bool = False,
     heads_over: dist.ProcessGroup | None = None,
 ) -> ModuleSpec:
-    """Return one FANformer layer (the paper's p_ratio where `fan` is not given).
+    """Return the spec of one FANformer layer.
 
     Args:
-        recompute_fan: whether backward computes X_F again, of p | g, so that it is not kept.
-        qk_layernorm: whether queries and keys are normed, as megatron-core's configuration must say, too.
-        heads_over: context parallel ranks that exchange heads (`attention.HeadExchange`), where the model's own groups
-            know of no context parallelism.
+        fan: None: the paper's FAN.
+        fp8_fan: whether the FAN map computes in FP8 if the other maps do.
+        recompute_fan: whether backward recomputes X_F from p | g, so that X_F is not kept.
+        qk_layernorm: whether queries and keys are normed; megatron-core's configuration must agree.
+        heads_over: context parallel ranks that exchange heads (`attention.HeadExchange`). The model's process groups
+            must then be those without context parallelism.
+
+    Raises InputError if Transformer Engine is requested, and cannot be used or does not have this placement.
     """
     fan = fan or FANConfig()
     placement = PLACEMENTS[fan.placement]
@@ -122,7 +128,7 @@ def layer_spec(
     )
 
 
-def final_norm(transformer_impl: Literal["local", "transformer_engine"]) -> type[torch.nn.Module]:
+def final_norm(transformer_impl: LayerImpl) -> type[torch.nn.Module]:
     """Return the class of the norm in front of the head."""
     if transformer_impl == "local":
         return RMSNorm
@@ -133,12 +139,12 @@ def final_norm(transformer_impl: Literal["local", "transformer_engine"]) -> type
 
 
 Parts = tuple[dict[str, Any], type[torch.nn.Module], dict[str, Any]]
-"""The maps of self-attention, the class of norms, and the other submodules of the layer."""
+"""The linear maps and core attention of self-attention; the class of norms; the other submodules of the layer."""
 
 
 def _local_parts(fan: FANConfig, fan_form: FANForm) -> Parts:
     placement = PLACEMENTS[fan.placement]
-    is_column = placement.is_in_attention and fan_form == "column"  # QKV has its whole input on every rank
+    is_column = placement.is_in_attention and fan_form == "column"
     maps = {
         "linear_qkv": ActivatedColumnParallelLinear if is_column else ColumnParallelLinear,
         "fan_linear": ColumnParallelLinear if is_column else ReplicatedLinear,
@@ -153,7 +159,7 @@ def _engine_parts(fan: FANConfig, fan_form: FANForm, fp8_fan: bool, *, exchanges
     placement = PLACEMENTS[fan.placement]
     if not placement.has_engine_layers:
         raise InputError(
-            f"model.fan.placement is {fan.placement}, whose FAN layers are local ones alone; set "
+            f"model.fan.placement is {fan.placement}, which Transformer Engine's layers do not have; set "
             "kernels.transformer_impl to local"
         )
     from megatron.core.extensions.transformer_engine import (
@@ -182,7 +188,7 @@ def _engine_parts(fan: FANConfig, fan_form: FANForm, fp8_fan: bool, *, exchanges
         "core_attention": te_layers.PartOfHeadsTEDotProductAttention if exchanges_heads else TEDotProductAttention,
         "linear_proj": TERowParallelLinear,
     }
-    # The norm is inside the column parallel map that reads it; checkpoints name it as the local layer does.
+    # Norms inside maps get the names of the local layer's norms in checkpoints.
     normed_map = "fan.linear" if placement.is_in_attention else "linear_qkv"
     layer = {
         "input_layernorm": TENorm if is_sequence else IdentityOp,

@@ -93,13 +93,16 @@ def fan_recompute_problems(model: FANformerConfig, tensor: int) -> Iterator[str]
 
 
 def _pipeline_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[str]:
-    if parallel.pipeline_model_parallel_layout is not None:
-        yield from _stated_layout_problems(model, parallel)
-        return
     stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_stages
     first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
     layers = parallel.layers_per_stage(model.num_layers)
-    if layers is None and first is None and last is None:
+    if parallel.pipeline_model_parallel_layout is not None:
+        if layers is not None and sum(layers) != model.num_layers:
+            yield (
+                f"parallel.pipeline_model_parallel_layout has {sum(layers)} layers t, and model.num_layers is "
+                f"{model.num_layers}; change one of them"
+            )
+    elif layers is None and first is None and last is None:
         rest = model.num_layers - -(-model.num_layers // stages) * (stages - 1)
         uneven = f", or set parallel.num_layers_in_last_pipeline_stage to {rest}" if rest > 0 else ""
         yield (
@@ -119,31 +122,13 @@ def _pipeline_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iter
             f"parallel.virtual_pipeline_model_parallel_size {chunks} does not divide the layers of each stage, "
             f"{', '.join(map(str, layers))}; choose one of {_divisors_of(math.gcd(*layers))}"
         )
-    elif parallel.recompute_method == "uniform":
-        layers_of_chunks = [count // chunks for count in layers]
-        recomputed_together = parallel.recompute_num_layers or 1
-        if any(count % recomputed_together for count in layers_of_chunks):
-            yield (
-                f"parallel.recompute_num_layers {recomputed_together} does not divide the "
-                f"{', '.join(map(str, layers_of_chunks))} layers of the stages' chunks, which method uniform requires; "
-                f"choose one of {_divisors_of(math.gcd(*layers_of_chunks))}"
-            )
-
-
-def _stated_layout_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[str]:
-    """Yield the problems of a stated `parallel.pipeline_model_parallel_layout`."""
-    layers_of_chunks = [layers for stages in parallel.segments(model.num_layers) or [] for layers in stages]
-    total_layers = sum(layers_of_chunks)
-    if total_layers != model.num_layers:
-        yield (
-            f"parallel.pipeline_model_parallel_layout has {total_layers} layers t, and model.num_layers is "
-            f"{model.num_layers}; change one of them"
-        )
+    chunk_sizes = sorted({size for sizes in parallel.segments(model.num_layers) or [] for size in sizes})
     recomputed_together = parallel.recompute_num_layers or 1
-    if parallel.recompute_method == "uniform" and any(layers % recomputed_together for layers in layers_of_chunks):
+    if parallel.recompute_method == "uniform" and any(size % recomputed_together for size in chunk_sizes):
         yield (
-            f"parallel.recompute_num_layers {recomputed_together} does not divide the layers of every chunk of "
-            "parallel.pipeline_model_parallel_layout, as method uniform needs; set it to 1, or the method to block"
+            f"parallel.recompute_num_layers {recomputed_together} does not divide the "
+            f"{', '.join(map(str, chunk_sizes))} layers of the stages' chunks, which method uniform requires; choose "
+            f"one of {_divisors_of(math.gcd(*chunk_sizes))}"
         )
 
 

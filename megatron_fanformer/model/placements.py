@@ -221,7 +221,7 @@ class Placement:
 
 FAN, V_FAN, QK = "self_attention.fan.linear", "self_attention.fan.v_linear", "self_attention.linear_qk"
 
-FAN_ROWS = Size("P + G", lambda model: model.hidden_size - model.periodic_size)
+FAN_ROWS = Size("P + G", lambda model: model.hidden_size - int(model.fan.p_ratio * model.hidden_size))
 V_FAN_ROWS = Size("Pv + Gv", lambda model: model.value_size - int(model.fan.value_p_ratio * model.value_size))
 QK_ROWS = Size("(n + k) d", lambda model: model.qkv_rows)
 

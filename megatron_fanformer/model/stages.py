@@ -1,12 +1,12 @@
 """A pipeline stage of the model on megatron-core's model class: `HybridModel` from 0.19 on, `GPTModel` before.
 
-The rest of the package relies on this alone: a stage is called with tokens, positions and a mask, and gives logits
-[b, s, v], or the losses [b, s] of labels; it has the parts below, and its weights the same names in every class, in
-`named_parameters()` and, global over the stages, in `sharded_state_dict()`.
+The rest of the package relies on the following alone. A stage takes tokens, positions and a mask, and returns logits
+[b, s, v], or the losses [b, s] of labels. It has the parts below. Its weights have the same names in every class, in
+`named_parameters()` and, with the layers' numbers over all stages, in `sharded_state_dict()`.
 
-- `embedding` where `pre_process` is set, `output_layer` where `post_process` is;
-- `decoder.layers`: megatron-core's TransformerLayers, each with its `layer_number` over all stages, from 1;
-- `decoder.final_layernorm`: the norm in front of the head, on the last stage; else None.
+- `embedding` if `pre_process` is set, `output_layer` if `post_process` is set;
+- `decoder.layers`: megatron-core's TransformerLayers, with `layer_number` counted over all stages, from 1;
+- `decoder.final_layernorm`: the norm in front of the head on the last stage, elsewhere None.
 
 Shapes: b micro batch, s sequence, v this tensor parallel rank's rows of the vocabulary.
 """
@@ -26,33 +26,33 @@ HAS_HYBRID_MODEL = importlib.util.find_spec("megatron.core.models.hybrid") is no
 
 
 class Layers(NamedTuple):
-    """The layers of a model, and the chunk of them that is built."""
+    """The layers of a model, and which chunk of them to build."""
 
     spec: ModuleSpec
-    """Of each layer."""
+    """Spec of one layer."""
     final_norm: Any
     """Class of the norm in front of the head."""
     segments: list[list[int]]
-    """Layers of each chunk, by chunk and stage: those of chunk 0 over all stages come first in the model."""
+    """Number of layers by chunk and stage; chunk 0 of all stages comes first in the model."""
     chunk: int
     stage: int
 
 
 class Stage(torch.nn.Module):
-    """One chunk of a pipeline stage; a subclass inherits also from megatron-core's model.
+    """One chunk of a pipeline stage; a subclass also inherits from megatron-core's model.
 
-    It returns the losses of its labels through the chunked loss head, where it has one. In evaluation the vocabulary's
-    padding has no probability, as in exports, which have no padding.
+    A chunked loss head, if there is one, computes the losses of labels. In evaluation the vocabulary's padding has no
+    probability, as in exports, which have no padding.
     """
 
-    own_tokens: int
-    """Number of this rank's first rows of the output layer that are tokens, not padding."""
+    token_columns: int
+    """How many of this rank's columns of logits stand for tokens; the others, behind them, are padding."""
     has_boundaries_in_config = True
-    """True if megatron-core reads uneven stages from its configuration."""
+    """Whether megatron-core reads from its configuration how many layers the first and the last stage have."""
 
     @staticmethod
     def arguments(layers: Layers) -> dict[str, Any]:
-        """Return the arguments by which megatron-core's model gets its layers."""
+        """Return the arguments that give megatron-core's model its layers."""
         raise NotImplementedError
 
     def forward(
@@ -68,33 +68,33 @@ class Stage(torch.nn.Module):
         """Return hidden states [s, b, h], or on the last stage logits [b, s, v], or losses [b, s] if there are labels.
 
         Args:
-            loss_mask: the weights by which losses will be summed; see `LossHead`.
+            loss_mask: the weights of the tokens in the sum of losses; see `LossHead.losses`.
         """
         head = getattr(self, "output_layer", None)
-        given: tuple[Any, ...] = (input_ids, position_ids, attention_mask)
+        positional: tuple[Any, ...] = (input_ids, position_ids, attention_mask)
         if labels is None or not isinstance(head, LossHead):
-            out: Tensor = super().forward(*given, labels=labels, loss_mask=loss_mask, **inputs)
-            return out
+            output: Tensor = super().forward(*positional, labels=labels, loss_mask=loss_mask, **inputs)
+            return output
         with head.scoring(labels.t(), None if loss_mask is None else loss_mask.t(), columns=self._scored_columns):
-            losses: Tensor = super().forward(*given, **inputs)  # transposed as logits [s, b, v] would be
+            losses: Tensor = super().forward(*positional, **inputs)  # transposes the head's losses, as it would logits
         return losses
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Return the losses [b, s] of logits [s, b, v], by megatron-core's own cross entropy."""
+        """Return the losses [b, s] of logits [s, b, v] by megatron-core's cross entropy."""
         rule_out_padding(logits, self._scored_columns)
         losses: Tensor = super().compute_language_model_loss(labels, logits)  # type: ignore[misc]
         return losses
 
     @property
     def _scored_columns(self) -> int | None:
-        return None if self.training else self.own_tokens
+        return None if self.training else self.token_columns
 
 
 class GPTStage(Stage, GPTModel):
-    """A stage made of GPTModel, megatron-core's model class up to 0.18; from 0.19 on it is deprecated."""
+    """A stage made of GPTModel, megatron-core's model class up to 0.18, deprecated from 0.19 on."""
 
     @staticmethod
     def arguments(layers: Layers) -> dict[str, Any]:
-        """Return as many layers as this chunk has; megatron-core numbers them by its configuration."""
+        """Return a spec for each layer of this chunk; megatron-core numbers the layers by its configuration."""
         specs = [layers.spec] * layers.segments[layers.chunk][layers.stage]
         return {"transformer_layer_spec": TransformerBlockSubmodules(layer_specs=specs, layer_norm=layers.final_norm)}

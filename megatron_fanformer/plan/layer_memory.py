@@ -44,7 +44,7 @@ class LayerShapes:
         self.fan_rows = model.fan_rows // self.tensor if self.is_column else model.fan_rows
         self.columns = model.padded_vocab_size // self.tensor
         # Other layers give autograd a stand-in of the gradient's size; the Engine has one for all of a size.
-        self.is_fused = self.is_engine and job.kernels.fuses_gradient_accumulation
+        self.is_fused = self.is_engine and bool(job.kernels.gradient_accumulation_fusion)
         self.is_fp8 = self.is_engine and job.precision.fp8 is not None
         self.stream = self.part(self.hidden)  # the residual stream, or its gradient
         self.gathered = self.whole(self.hidden) if self.is_sharded else 0  # that of all ranks, where it is made

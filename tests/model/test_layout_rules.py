@@ -97,7 +97,7 @@ FAN_AGAIN = "recompute=selective,recompute_modules=[fan]"
         (
             {},
             "pp=2,recompute=full,recompute_num_layers=2,pipeline_model_parallel_layout=Et*7|t*9L",
-            "recompute_num_layers 2 does not divide the layers of every chunk",
+            "recompute_num_layers 2 does not divide the 7, 9 layers of the stages' chunks",
         ),
         ({}, "pp=2,vpp=3", "does not divide the layers of each stage, 8, 8; choose one of 1, 2, 4, 8"),
         ({}, "pp=2,recompute=full,recompute_num_layers=3", "choose one of 1, 2, 4, 8"),

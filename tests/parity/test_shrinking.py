@@ -65,5 +65,5 @@ def test_ratios_are_kept(name: str) -> None:
     assert small.num_attention_heads / small.query_groups == model.num_attention_heads / model.query_groups
     assert small.ffn_hidden_size / small.hidden_size == model.ffn_hidden_size / model.hidden_size
     assert small.padded_vocab_size > small.vocab_size
-    assert bool(small.periodic_size) == bool(model.periodic_size)
+    assert bool(small.periodic_units) == bool(model.periodic_units)
     assert small.fan.placement == model.fan.placement
