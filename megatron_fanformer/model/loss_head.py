@@ -1,15 +1,14 @@
-"""The loss head: logits, cross entropy and the gradient of both, for some tokens at a time.
+"""The loss head: logits, cross entropy and their gradients, for a chunk of tokens at a time.
 
-megatron-core's head keeps the logits of all tokens of a micro batch from forward to backward, in float32. Here a chunk
-of tokens is carried through: its logits are made, turned into their own gradient in place, and multiplied into
-the gradients of the hidden states and of the weight, in forward already. So there is no fourth matrix product, and
-never more than a chunk's logits.
+megatron-core's head keeps the logits of all tokens of a micro batch from forward to backward, in float32. Here forward
+computes the logits of one chunk, turns them in place into their own gradient, and multiplies this into the gradients of
+the hidden states and of the weight. So there is no fourth matrix product, and never more than a chunk's logits.
 
-A gradient that is taken in forward must know how tokens will be weighted: by the loss mask. Backward checks the
-gradient that it receives against it, so that losses weighted in another way raise instead of training something else.
+Forward can take the gradient because the loss mask says how tokens will be weighted. Backward compares the mask with
+the gradient that it receives: it raises if losses were weighted in another way, for that would train something else.
 
-Shapes: s sequence, b micro batch, h hidden size, n = s b tokens, c tokens of a chunk, v this tensor parallel rank's
-rows of the vocabulary.
+Shapes: s sequence, b micro batch, h hidden size, n = s b tokens, c tokens of a chunk, v columns of logits on this
+tensor parallel rank.
 """
 
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
 from torch import Tensor
 
 from megatron_fanformer.model.local_layers import stand_in
@@ -26,38 +25,39 @@ from megatron_fanformer.ops.cross_entropy import to_gradient
 from megatron_fanformer.ops.matrices import add_product
 
 SAME_WEIGHTS = 1e-6
-"""Relative tolerance: a loss mask's multiple has one factor up to the rounding of a float32 product."""
+"""Relative tolerance between a gradient and a multiple of the loss mask: the rounding of a float32 product."""
 
 
 class LossHead(ColumnParallelLinear):
-    """megatron-core's output layer, which gives logits, or the losses of given labels."""
+    """megatron-core's output layer: returns logits, or within `scoring` the losses of labels."""
 
     chunk_tokens: int
     z_loss_coefficient: float
     _z_losses: Tensor | None = None
     _scored: dict[str, Any] | None = None
+    """Within `scoring`: the arguments of `losses`."""
 
     @classmethod
     def take_over(cls, output_layer: ColumnParallelLinear, chunk_tokens: int, z_loss_coefficient: float = 0.0) -> None:
-        """Turn a plain output layer, whose class megatron-core's model fixes, into one of these.
+        """Make a LossHead of an output layer that megatron-core has built, unless it has another class (for FP8).
 
         Args:
-            chunk_tokens: how many tokens' logits there are at a time.
-            z_loss_coefficient: of (log Z)² of each token, added to the differentiated loss; Z is the sum of the
-                exponentials of its logits.
+            chunk_tokens: number of tokens in a chunk.
+            z_loss_coefficient: factor of (log Z)², which is added to the differentiated loss of each token; Z is the
+                sum of the exponentials of the token's logits.
         """
-        if type(output_layer) is ColumnParallelLinear:  # another one, of FP8, stays as it is
+        if type(output_layer) is ColumnParallelLinear:
             output_layer.__class__ = cls
             output_layer.chunk_tokens = chunk_tokens
             output_layer.z_loss_coefficient = z_loss_coefficient
 
     def take_z_losses(self) -> Tensor | None:
-        """Return the masked sum of z-losses since the last call, a float64 on the device; None without any."""
-        taken, self._z_losses = self._z_losses, None
-        return taken
+        """Return the masked sum of z-losses since the last call, float64 on the device, or None if there were none."""
+        z_losses, self._z_losses = self._z_losses, None
+        return z_losses
 
     def note_z_losses(self, log_sum_c: Tensor, mask_c: Tensor) -> None:
-        """Add a chunk's z-losses to that sum."""
+        """Add a chunk's z-losses to the sum that `take_z_losses` returns."""
         if self.z_loss_coefficient:
             sum_of_squares = (log_sum_c.double().square() * mask_c).sum()
             before = 0.0 if self._z_losses is None else self._z_losses
@@ -65,7 +65,7 @@ class LossHead(ColumnParallelLinear):
 
     @contextmanager
     def scoring(self, labels_sb: Tensor, loss_mask_sb: Tensor | None, *, columns: int | None) -> Iterator[None]:
-        """Make `forward` give the losses of these labels, where megatron-core's model expects logits."""
+        """Make `forward` return the losses of these labels in place of logits; see `losses` for the arguments."""
         self._scored = {"labels_sb": labels_sb, "loss_mask_sb": loss_mask_sb, "columns": columns}
         try:
             yield
@@ -73,11 +73,11 @@ class LossHead(ColumnParallelLinear):
             self._scored = None
 
     def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
-        """Return logits [s, b, v] and no bias, as its base class returns them, or within `scoring` losses [s, b].
+        """Return logits [s, b, v], or within `scoring` losses [s, b]; the None says that no bias is left to add.
 
         Args:
             input_: hidden states [s, b, h]; under sequence parallelism this rank's part of s.
-            weight: [v, h], if it is the embedding's.
+            weight: [v, h], if it is tied to the embedding.
         """
         if self._scored is None:
             return super().forward(input_, weight, runtime_gather_output)
@@ -92,15 +92,16 @@ class LossHead(ColumnParallelLinear):
         loss_mask_sb: Tensor | None = None,
         columns: int | None = None,
     ) -> Tensor:
-        """Return the losses [s, b] of labels, in float32.
+        """Return the losses [s, b] of labels in float32, whose sum by the loss mask can be differentiated.
+
+        Backward raises RuntimeError if the losses were summed with weights in another proportion, or if they have
+        another scale and the weight's gradient is in `main_grad` already.
 
         Args:
-            input_, weight: as of `forward`.
-            loss_mask_sb: the weights by which losses will be summed; None: ones. Without gradients, those
-                that it multiplies by 0 are 0, and not computed. The gradient is that of the sum. Backward raises a
-                RuntimeError where the losses were weighted in another proportion, and, where the weight has a
-                `main_grad` and so has its gradient already, in another scale.
-            columns: how many of this rank's v have a probability, its first ones; None: all.
+            input_, weight: as in `forward`.
+            loss_mask_sb: the weights of the losses in the sum; None: ones. Without gradients, losses of weight 0 are
+                not computed, and returned as 0.
+            columns: only so many of this rank's first columns have a probability; None: all.
         """
         weight = self.weight if weight is None else weight
         mask_sb = torch.ones_like(labels_sb, dtype=torch.float32) if loss_mask_sb is None else loss_mask_sb.float()
@@ -112,16 +113,16 @@ class LossHead(ColumnParallelLinear):
 
 
 def rule_out_padding(logits: Tensor, columns: int | None) -> None:
-    """Give all but the first `columns` of [..., v] logits a probability of 0, in place; None: they keep theirs.
+    """Give all but the first `columns` of logits [..., v] a probability of 0, in place; None changes nothing.
 
-    By the lowest number, not by -inf: a rank may have no other columns, and their largest one is subtracted.
+    The value is the lowest number, not -inf: a rank may have no other columns, and softmax subtracts the largest.
     """
     if columns is not None:
         logits[..., columns:] = torch.finfo(logits.dtype).min
 
 
 class _LossHeadFunction(torch.autograd.Function):
-    """The losses of all tokens, with the gradient of their masked sum."""
+    """Computes the losses of all tokens, and in forward already the gradient of their masked sum."""
 
     @staticmethod
     def forward(
@@ -134,11 +135,13 @@ class _LossHeadFunction(torch.autograd.Function):
         is_differentiated: bool,
         columns: int | None,
     ) -> Tensor:
-        """[s, b, h], [v, h] -> the losses [s, b] of the labels, in float32; takes their gradient along."""
+        """Return the losses [s, b] of the labels, in float32; keep the gradients if `is_differentiated`."""
         gradients = _Gradients(x_sbh, weight_vh, head) if is_differentiated else None
-        x_nh = _whole_sequence(x_sbh, head).flatten(0, 1)
+        if head.sequence_parallel:
+            x_sbh = gather_from_sequence_parallel_region(x_sbh, group=head.tp_group)
+        x_nh = x_sbh.flatten(0, 1)
         labels_n, mask_n = labels_sb.reshape(-1), mask_sb.reshape(-1)
-        kept_n = None if is_differentiated else mask_n.nonzero().squeeze(1)  # a question is scored by its answer alone
+        kept_n = None if is_differentiated else mask_n.nonzero().squeeze(1)  # few: a question's answer alone is scored
         if kept_n is not None:
             x_nh, labels_n, mask_n = x_nh[kept_n], labels_n[kept_n], mask_n[kept_n]
         losses_n = torch.empty(len(x_nh), dtype=torch.float32, device=x_nh.device)
@@ -149,8 +152,8 @@ class _LossHeadFunction(torch.autograd.Function):
         for x_ch, labels_c, mask_c, losses_c in chunks:
             logits_cv = torch.mm(x_ch, weight_vh.t(), out=buffer_cv[: len(x_ch)])
             rule_out_padding(logits_cv, columns)
-            own_labels_c, z_loss = labels_c - first_row, head.z_loss_coefficient
-            factors = to_gradient(logits_cv, own_labels_c, losses_c, head.tp_group, is_differentiated, z_loss)
+            columns_c, z_loss = labels_c - first_row, head.z_loss_coefficient  # outside [0, v) on other ranks
+            factors = to_gradient(logits_cv, columns_c, losses_c, head.tp_group, is_differentiated, z_loss)
             if gradients is not None:
                 gradients.add(logits_cv, x_ch, factors.gradient * mask_c)
                 head.note_z_losses(factors.log_sum, mask_c)
@@ -164,14 +167,14 @@ class _LossHeadFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_sb: Tensor) -> Any:
-        """Return the gradients that forward took, scaled; they are given once."""
+        """Return the gradients that forward computed, scaled to the gradient of the losses; raises the second time."""
         (mask_sb,) = ctx.saved_tensors
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError("the loss head's gradient was taken already; run forward again")
         scale = None if gradients.is_in_main_grad else _scale_of(grad_sb, mask_sb)
         if scale is None:
-            _require(
+            torch._assert_async(
                 (grad_sb == mask_sb).all(),
                 "the losses were not summed with the loss mask that the model was given, and the gradient of that sum "
                 "is in main_grad already; pass the weights to the model as loss_mask, or set "
@@ -180,17 +183,15 @@ class _LossHeadFunction(torch.autograd.Function):
         return *gradients.scaled(scale), None, None, None, None, None
 
 
-def _require(condition: Tensor, message: str) -> None:
-    """Raise a RuntimeError unless it holds; a GPU is not waited for, and fails at its next synchronisation."""
-    torch._assert_async(condition, message)
-
-
 def _scale_of(grad_sb: Tensor, mask_sb: Tensor) -> Tensor:
-    """Return the factor between the loss mask and upstream gradients."""
+    """Return the factor between the loss mask and the gradient of the losses.
+
+    Raises RuntimeError if there is no such factor; on a GPU, which is not waited for, at the next synchronization.
+    """
     grad, mask = grad_sb.double(), mask_sb.double()
     scale = (grad * mask).sum() / (mask * mask).sum().clamp_min(torch.finfo(torch.float32).tiny)
     difference = (grad - scale * mask).abs().max()
-    _require(
+    torch._assert_async(
         difference <= SAME_WEIGHTS * (scale * mask).abs().max(),
         "the losses were weighted in another proportion than the loss mask that the model was given, and the gradient "
         "is of that; pass the weights to the model as loss_mask, or set kernels.chunked_loss_head to false",
@@ -198,20 +199,11 @@ def _scale_of(grad_sb: Tensor, mask_sb: Tensor) -> Tensor:
     return scale.float()
 
 
-def _whole_sequence(x_sbh: Tensor, head: LossHead) -> Tensor:
-    if not head.sequence_parallel:
-        return x_sbh
-    ranks = head.tp_group.size()
-    whole = torch.empty((x_sbh.shape[0] * ranks, *x_sbh.shape[1:]), dtype=x_sbh.dtype, device=x_sbh.device)
-    dist.all_gather_into_tensor(whole, x_sbh.contiguous(), group=head.tp_group)
-    return whole
-
-
 # -- gradients of the hidden states and of the weight
 
 
 class _Gradients:
-    """Gradients of the masked sum of losses with respect to the hidden states and the weight, chunk by chunk."""
+    """Accumulates, chunk by chunk, the gradients of the masked sum of losses for the hidden states and the weight."""
 
     def __init__(self, x_sbh: Tensor, weight_vh: Any, head: LossHead) -> None:
         self.weight, self.head = weight_vh, head
@@ -219,44 +211,46 @@ class _Gradients:
         tokens = x_sbh.shape[0] * x_sbh.shape[1] * (head.tp_group.size() if head.sequence_parallel else 1)
         self.x_nh = torch.empty((tokens, x_sbh.shape[2]), dtype=x_sbh.dtype, device=x_sbh.device)
         self.is_in_main_grad = weight_vh.requires_grad and hasattr(weight_vh, "main_grad")
-        self.sum_vh: Tensor | None = None
+        self.weight_vh: Tensor | None = None  # gradient of the weight
         if self.is_in_main_grad:
-            self.sum_vh = weight_vh.main_grad
+            self.weight_vh = weight_vh.main_grad
         elif weight_vh.requires_grad:
-            self.sum_vh = torch.zeros_like(weight_vh, dtype=torch.float32)
-        self._done_tokens = 0
+            self.weight_vh = torch.zeros_like(weight_vh, dtype=torch.float32)
+        self._num_added = 0
         self._reduction: Any = None
-        self._is_read: Tensor | None = None
+        self._unreduced: Tensor | None = None
 
     def add(self, dlogits_cv: Tensor, x_ch: Tensor, factor_c: Tensor) -> None:
-        """Add the next chunk's; the gradient of its logits is `dlogits_cv` times `factor_c`."""
-        begin, self._done_tokens = self._done_tokens, self._done_tokens + len(x_ch)
-        torch.mm(dlogits_cv, self.weight, out=self.x_nh[begin : self._done_tokens]).mul_(factor_c.unsqueeze(-1))
-        if self._done_tokens == len(self.x_nh):
-            self._reduce()  # while the last of the weight's gradient is made
-        if self.sum_vh is not None:
-            add_product(self.sum_vh, dlogits_cv, (x_ch * factor_c.unsqueeze(-1)).to(x_ch.dtype))
+        """Add the next chunk: the gradient of its logits is `dlogits_cv` times `factor_c`."""
+        begin, self._num_added = self._num_added, self._num_added + len(x_ch)
+        torch.mm(dlogits_cv, self.weight, out=self.x_nh[begin : self._num_added]).mul_(factor_c.unsqueeze(-1))
+        if self._num_added == len(self.x_nh):
+            self._start_reduction()  # runs while the weight's gradient is computed
+        if self.weight_vh is not None:
+            add_product(self.weight_vh, dlogits_cv, (x_ch * factor_c.unsqueeze(-1)).to(x_ch.dtype))
 
-    def _reduce(self) -> None:
-        """Sum over the ranks' parts of the vocabulary; under sequence parallelism keep this rank's part."""
+    def _start_reduction(self) -> None:
+        """Start to sum the hidden states' gradient over the ranks; under sequence parallelism keep this rank's part."""
         group = self.head.tp_group
         if group.size() == 1:
             return
         if not self.head.sequence_parallel:
             self._reduction = dist.all_reduce(self.x_nh, group=group, async_op=True)
             return
-        whole, self.x_nh = self.x_nh, self.x_nh.new_empty((len(self.x_nh) // group.size(), self.x_nh.shape[1]))
-        self._is_read = whole  # until it is waited for, whether or not the backend holds on to it
-        self._reduction = dist.reduce_scatter_tensor(self.x_nh, whole, group=group, async_op=True)
+        self._unreduced = self.x_nh  # alive until the reduction is complete, if the backend keeps no reference
+        self.x_nh = self.x_nh.new_empty((len(self.x_nh) // group.size(), self.x_nh.shape[1]))
+        self._reduction = dist.reduce_scatter_tensor(self.x_nh, self._unreduced, group=group, async_op=True)
 
     def scaled(self, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the gradients of the hidden states and the weight, times `scale`."""
+        """Return the gradients of the hidden states and of the weight times `scale`; None: as they are."""
         if self._reduction is not None:
             self._reduction.wait()
-            self._is_read = None
+            self._unreduced = None
         x_sbh = self.x_nh.view(self.shape)
         if scale is not None:
             x_sbh.mul_(scale)
-        if not self.is_in_main_grad:
-            return x_sbh, self.sum_vh if self.sum_vh is None or scale is None else self.sum_vh.mul_(scale)
-        return x_sbh, stand_in(self.weight)
+        if self.is_in_main_grad:
+            return x_sbh, stand_in(self.weight)
+        if self.weight_vh is not None and scale is not None:
+            self.weight_vh.mul_(scale)
+        return x_sbh, self.weight_vh

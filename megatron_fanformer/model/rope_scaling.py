@@ -1,11 +1,11 @@
-"""Rotary positions beyond the length that a model was trained on, as transformers' `rope_scaling` has them.
+"""Rotary positions beyond the length that a model was trained on, as in transformers' `rope_scaling`.
 
 `linear` divides every frequency by `factor`. `yarn` (Peng et al. 2023, "YaRN: Efficient Context Window Extension of
-Large Language Models") divides those that turn less than `beta_slow` times in the original length, keeps those that
-turn more than `beta_fast` times, goes over linearly between them, and multiplies cos and sin by an attention factor.
+Large Language Models") divides frequencies that turn less than `beta_slow` times in the original length, keeps those
+that turn more than `beta_fast` times, interpolates linearly between, and multiplies cos and sin by an attention factor.
 
-Queries and keys both carry that factor, and their products its square: here that is in the softmax's scale. So a
-rotation stays one, whichever kernel computes it, and keys are cached without the factor.
+Queries and keys would both carry that factor, and their products its square. Here the square is in the softmax's scale:
+rotations stay rotations, whichever kernel computes them, and cached keys do not have the factor.
 """
 
 import math
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from megatron_fanformer.errors import broken_fields
 
-if TYPE_CHECKING:  # torch takes seconds to import, and a configuration is checked before
+if TYPE_CHECKING:  # torch takes seconds to import, and configurations are checked first
     from torch import Tensor
 
 SECTION = "model.rope_scaling"
@@ -25,7 +25,7 @@ SECTION = "model.rope_scaling"
 class RopeScalingConfig:
     """Rotary positions beyond the length of the first training; names and meaning are transformers'.
 
-    A run that starts from a checkpoint (`checkpoint.load`) may state it anew: it has no weights.
+    A run that starts from a checkpoint (`checkpoint.load`) may change it, for it has no weights.
     """
 
     rope_type: Literal["default", "linear", "yarn"] = "default"
@@ -55,68 +55,67 @@ class RopeScalingConfig:
 
     @property
     def cos_and_sin_factor(self) -> float:
-        """Return the factor of cos and sin: 1 but with `yarn`."""
+        """Return the factor of cos and sin; 1 except with `yarn`."""
         if self.rope_type != "yarn":
             return 1.0
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
-            return self._growth(self.mscale) / self._growth(self.mscale_all_dim)
-        return self._growth(1.0)
+            return self._attention_factor(self.mscale) / self._attention_factor(self.mscale_all_dim)
+        return self._attention_factor(1.0)
 
-    def _growth(self, mscale: float) -> float:
-        factor = self.factor or 1.0
-        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+    def _attention_factor(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(max(1.0, self.factor or 1.0)) + 1.0
 
-    def softmax_scale(self, size: int) -> float | None:
-        """Return the scale of the scores of heads of that size; None: attention's own, 1 / sqrt(size)."""
+    def softmax_scale(self, head_size: int) -> float | None:
+        """Return the factor of attention's scores; None for the default, 1 / sqrt(head_size)."""
         factor = self.cos_and_sin_factor
-        return None if factor == 1 else factor**2 / math.sqrt(size)
+        return None if factor == 1 else factor**2 / math.sqrt(head_size)
 
-    def frequencies(self, base: float, size: int) -> "Tensor":
-        """Return the scaled angle per position of each pair of a head, [size / 2] in float32, as transformers does.
+    def frequencies(self, base: float, head_size: int) -> "Tensor":
+        """Return the scaled angle per position of each pair of a head, [head_size / 2] in float32, by transformers' rule.
 
         Args:
-            base: of the rotary positions.
-            size: of a head.
+            base: of the rotary positions, `model.rotary_base`.
         """
         import torch
 
-        powers = base ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+        powers = base ** (torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)
         assert self.factor is not None, "problems() demands it of scaled positions"
         if self.rope_type == "linear":
             return 1.0 / powers / self.factor
-        low, high = self._bounds(base, size)
-        pairs = torch.arange(size // 2, dtype=torch.float32)
-        kept = 1 - torch.clamp((pairs - low) / (high - low), 0, 1)
-        return 1.0 / (self.factor * powers) * (1 - kept) + 1.0 / powers * kept
+        low, high = self._bounds(base, head_size)
+        pairs = torch.arange(head_size // 2, dtype=torch.float32)
+        kept_share = 1 - torch.clamp((pairs - low) / (high - low), 0, 1)
+        return 1.0 / (self.factor * powers) * (1 - kept_share) + 1.0 / powers * kept_share
 
-    def _bounds(self, base: float, size: int) -> tuple[float, float]:
-        """Return the pair up to which frequencies are kept, and the one from which on they are divided."""
+    def _bounds(self, base: float, head_size: int) -> tuple[float, float]:
+        """Return the last pair whose frequency `yarn` keeps, and the first pair whose frequency it divides."""
         length = self.original_max_position_embeddings
         assert length is not None, "problems() demands it"
 
-        def pair_that_turns(times: float) -> float:
-            return size * math.log(length / (times * 2 * math.pi)) / (2 * math.log(base))
+        def pair_with_turns(turns: float) -> float:
+            """Return the pair, a fraction, that turns so many times in the original length."""
+            return head_size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-        low, high = pair_that_turns(self.beta_fast), pair_that_turns(self.beta_slow)
+        low, high = pair_with_turns(self.beta_fast), pair_with_turns(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, size - 1)
+        low, high = max(low, 0), min(high, head_size - 1)
         return low, high + 0.001 if low == high else high
 
     def problems(self) -> list[str]:
         """Return the rules that this configuration breaks, one line each."""
-        stated = [field.name for field in fields(self)[1:] if getattr(self, field.name) != field.default]
         needed = {"default": [], "linear": ["factor"], "yarn": ["factor", "original_max_position_embeddings"]}
         needs = needed[self.rope_type]
+        may_state = [field.name for field in fields(self)] if self.rope_type == "yarn" else ["rope_type", *needs]
         broken = partial(broken_fields, SECTION, self)
         return [
             *(
-                f"{SECTION}.{name} is {getattr(self, name)}, but rope_type {self.rope_type} has no use for it; set "
-                "another rope_type, or leave it out"
-                for name in stated
-                if self.rope_type != "yarn" and name not in needs
+                f"{SECTION}.{field.name} is {getattr(self, field.name)}, but rope_type {self.rope_type} has no use for "
+                "it; set another rope_type, or leave it out"
+                for field in fields(self)
+                if field.name not in may_state and getattr(self, field.name) != field.default
             ),
             *(
                 f"{SECTION}.{name} is missing, which rope_type {self.rope_type} needs; state it"
