@@ -15,7 +15,6 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_fanformer.ops.attention import attention
@@ -62,7 +61,7 @@ class ReplicatedLinear(MegatronModule):
         **_ignored: Any,
     ) -> None:
         super().__init__(config=config)
-        self.tp_group = tp_group
+        self.tp_group = tp_group  # over which megatron-core's checkpoints count the weight as replicated
         self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
         init_method(self.weight)
         self.bias = torch.nn.Parameter(torch.zeros(output_size, dtype=config.params_dtype)) if bias else None
@@ -72,19 +71,6 @@ class ReplicatedLinear(MegatronModule):
     def forward(self, x_sbh: Tensor) -> tuple[Tensor, None]:
         """Map [s / T, b, h] to [s / T, b, rows]; the None says that no bias is left to add, as in Megatron's layers."""
         return F.linear(x_sbh, self.weight, self.bias), None
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
-    ) -> dict[str, Any]:
-        """Return whole tensors, replicated over the tensor parallel ranks."""
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=(metadata or {})["dp_cp_group"],
-        )
 
 
 class TorchCoreAttention(MegatronModule):
