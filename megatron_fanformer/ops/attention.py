@@ -1,4 +1,4 @@
-"""Attention by torch's kernel, causal one on a CPU by this project's.
+"""Attention: causal attention on a CPU by this project's kernel, any other by torch's.
 
 Shapes: s sequence, b micro batch, n heads, d head size.
 """
@@ -21,14 +21,14 @@ def attention(
     is_causal: bool = False,
     attn_mask: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q k^T * scale) v, [b, n, s, d] of each -> [b, n, s, d], as torch's scaled-dot-product attention.
+    """Return softmax(q k^T * scale) v, [b, n, s, d], of queries, keys and values [b, n, s, d].
 
     Args:
-        scale: None: 1 / sqrt(d).
-        is_causal: each query sees the keys up to its own.
+        scale: by default 1 / sqrt(d).
+        is_causal: whether a query sees only the keys up to the query's own position.
         attn_mask: True where a query sees a key, [queries, keys].
     """
-    if is_causal and cpu_kernels.reaches_attention(query, key, value):
+    if is_causal and cpu_kernels.can_take_attention(query, key, value):
         return _CausalAttention.apply(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale)
     return F.scaled_dot_product_attention(query, key, value, scale=scale, is_causal=is_causal, attn_mask=attn_mask)
 

@@ -1,10 +1,10 @@
 // SwiGLU, the loss head's softmax, products of weight gradients and causal attention on a CPU, in float32 and in bf16;
-// `cpu_kernels.py` builds this file and describes the functions' arguments.
+// `cpu_kernels.py` builds this file, and documents the functions' arguments.
 //
-// Nothing here links an OpenMP of its own: torch's is the one of the process, with its threads.
+// The threads are those of torch's OpenMP; no other OpenMP is linked.
 //
-// A product's factors are made of words of 32 bits, one float32 or two bf16 that follow each other along the axis that
-// is summed over. `a` may lie in memory in any order of words; `b` is packed: a row of words for each step of the sum.
+// The factors of a product are read in words of 32 bits: one float32, or two bf16 that are neighbors along the axis of
+// the sum. The words of `a` may have any strides; `b` is packed, one row of words for each step of the sum.
 
 #include <algorithm>
 #include <cmath>
@@ -46,8 +46,8 @@ inline uint32_t rounded(bf16 x) { return x.bits; }
 inline void store(bf16& to, float x) { to.bits = uint16_t(rounded(x)); }
 
 // exp in float32, to 0.9 of a unit in the last place (1.2 without fused multiply-add): 2^n * e^r with |r| <= ln(2) / 2.
-// Below -87 it is 0; NaN stays NaN. The polynomial is the one of degree 6 with the least relative error there, 3e-9 (by
-// Lawson's iteration); Taylor's is off by 1.2e-7, low on one side of 0 and high on the other.
+// Below -87 it is 0; NaN stays NaN. The polynomial for e^r has degree 6 and the smallest relative error, 3e-9 (found by
+// Lawson's iteration); Taylor's polynomial has an error of 1.2e-7, low on one side of 0 and high on the other.
 inline float exponential(float x) {
     float clamped = x > 88.0f ? 88.0f : x;
     float n = std::nearbyint(clamped * 1.44269504f);
@@ -68,7 +68,7 @@ inline float exponential(float x) {
 
 // -- products of small matrices
 
-// The widest vectors of the CPU, and of a product's sums as many as its registers hold besides the factors.
+// The width of the CPU's vectors, and the size of a tile: its sums fill the registers that the factors leave free.
 #ifdef __AVX512F__
 constexpr int VECTOR_BYTES = 64, TILE_ROWS = 6, TILE_LANES = 4;
 #else
@@ -82,7 +82,7 @@ constexpr Size LANES = sizeof(Lanes) / sizeof(float);
 template <typename T>
 constexpr Size DEPTH = sizeof(Word) / sizeof(T);  // values of a word
 
-constexpr Size up_to_multiple(Size number, Size of) { return (number + of - 1) / of * of; }
+constexpr Size up_to_multiple(Size number, Size divisor) { return (number + divisor - 1) / divisor * divisor; }
 
 template <typename T>
 constexpr Size in_words(Size values) {
@@ -100,7 +100,7 @@ inline Lanes plus_product(Lanes sum, Words a, Words b) {
 #endif
 }
 
-// The left factor: `row` and `step` are the distances in bytes from a word to those of the next row and the next step.
+// The left factor of a product; `row` and `step` are strides in bytes, to the next row and to the next step of the sum.
 struct Left {
     const char* words;
     Size row, step;
@@ -109,13 +109,13 @@ struct Left {
     Left from(Size r, Size s) const { return {words + r * row + s * step, row, step}; }
 };
 
-// A matrix by rows, which are summed over along themselves.
+// A matrix whose rows are the product's rows; the sum runs along each row.
 template <typename T>
 Left along_rows(const T* x, Size stride) {
     return {reinterpret_cast<const char*>(x), stride * Size(sizeof(T)), sizeof(Word)};
 }
 
-// A packed matrix, whose rows of words are the steps of the sum, and whose columns are the product's rows.
+// A packed matrix whose columns are the product's rows; each row of words is a step of the sum.
 inline Left across_rows(const void* words, Size columns) {
     return {static_cast<const char*>(words), sizeof(Word), columns * Size(sizeof(Word))};
 }
@@ -155,7 +155,7 @@ inline void multiply_columns(Left a, const uint32_t* b, Size b_stride, Size step
         multiply_tile<T, 1, VECTORS>(a.from(row, 0), b, b_stride, steps, c + row * c_stride, c_stride, add);
 }
 
-// c [rows, columns] = a b, or is added to; columns is a multiple of LANES.
+// c [rows, columns] = a b, or c += a b if `add`; columns is a multiple of LANES.
 template <typename T>
 void multiply(Left a, const uint32_t* b, Size b_stride, Size steps, float* c, Size c_stride, Size rows, Size columns,
               bool add) {
@@ -166,7 +166,7 @@ void multiply(Left a, const uint32_t* b, Size b_stride, Size steps, float* c, Si
         multiply_columns<T, 1>(a, b + column, b_stride, steps, c + column, c_stride, rows, add);
 }
 
-// Pack x [rows, size] for a sum over its columns: `out` is [size in words, columns]; columns beyond the rows are 0.
+// Pack x [rows, size] for a sum over `size`: `out` is [size in words, columns]; columns beyond `rows` are 0.
 template <typename T>
 void pack_transposed(const T* x, Size stride, Size rows, Size size, uint32_t* out, Size columns) {
     const Size steps = in_words<T>(size);
@@ -176,8 +176,8 @@ void pack_transposed(const T* x, Size stride, Size rows, Size size, uint32_t* ou
     for (Size step = 0; step < steps; step++) std::fill(out + step * columns + rows, out + (step + 1) * columns, 0);
 }
 
-// Pack x [rows, size] for a sum over its rows: `out` is [rows in words, columns]; what is beyond rows and size is 0.
-// Values of another type than T are rounded to it.
+// Pack x [rows, size] for a sum over `rows`: `out` is [rows in words, columns]; values beyond `rows` and `size` are 0.
+// The values are rounded to T.
 template <typename T, typename From>
 void pack(const From* x, Size stride, Size rows, Size size, uint32_t* out, Size columns) {
     for (Size row = 0; row < rows; row += DEPTH<T>, out += columns) {
@@ -194,14 +194,14 @@ void pack(const From* x, Size stride, Size rows, Size size, uint32_t* out, Size 
     }
 }
 
-// Steps of a product's sum in float32. Longer ones are cut, and their parts added up: a sum that grows loses more and more
-// of the terms (1.5e-6 of weight gradients over 16,384 tokens, in place of 3e-7).
+// Most steps of one sum in float32. Longer sums are split and their parts added up, as a large sum loses small terms
+// (relative errors of weight gradients over 16,384 tokens were 1.5e-6, and are 3e-7).
 constexpr Size STEPS_OF_A_SUM = 256;
 
-// sum [rows, columns] += grad [tokens, rows], transposed, times x [tokens, columns]; columns is a multiple of LANES.
+// sum [rows, columns] += transposed grad [tokens, rows] times x [tokens, columns]; columns is a multiple of LANES.
 //
-// x is packed once, in panels as wide as a tile; of grad every thread packs some columns, which stay in its core's
-// cache with a panel. A tile sums over some tokens at a time, so that `sum` is seldom read and written.
+// x is packed once, in panels as wide as a tile. Each thread packs a block of grad's columns, which stays in the core's
+// cache together with a panel. `sum` is read and written once for STEPS_OF_A_SUM steps.
 template <typename T>
 void add_product(const T* grad, Size grad_stride, const T* x, Size x_stride, float* sum, Size sum_stride, Size tokens,
                  Size rows, Size columns) {
@@ -264,8 +264,8 @@ void swiglu_backward(const T* gate_up, const T* grad, T* grad_gate_up, Size rows
 
 // -- softmax
 
-// Write exp(values - most); returns their sum. Most terms are far smaller than the largest: a float32 sum loses them whole
-// (2e-5 of one of 150,000 columns). Those of four quarters are added in float32, which saves conversions to double.
+// Write exp(values - most), and return their sum in double: a float32 sum loses far smaller terms (2e-5 of the sum
+// over 150,000 columns). Only four terms at a time are added in float32, one of each quarter of the values.
 template <typename T>
 inline double exponentials_of(const T* values, float most, float* to, Size count) {
     const auto write = [=](Size i) { return to[i] = exponential(wide(values[i]) - most); };
@@ -278,7 +278,7 @@ inline double exponentials_of(const T* values, float most, float* to, Size count
     return sum;
 }
 
-// Of bf16 the softmax; of float32 the exponentials, not yet divided by their sum.
+// Overwrite bf16 logits with their softmax, float32 logits with their exponentials, which are not divided by their sum.
 template <typename T>
 void softmax(T* logits, float* greatest, float* sums, Size rows, Size width) {
 #pragma omp parallel
@@ -303,14 +303,14 @@ void softmax(T* logits, float* greatest, float* sums, Size rows, Size width) {
 
 // -- causal attention, forward and backward
 //
-// A thread takes a head of a sample, and of it a block of queries with a block of keys at a time: their scores stay in
-// the core's cache, and those of keys that no query of the block sees are not computed. Sums are in float32; in bf16,
-// what is multiplied is rounded to it.
+// A thread takes one head of one sample, and computes a block of queries with a block of keys at a time, whose scores
+// stay in the core's cache. Blocks in which no query sees a key are skipped. Sums are in float32; in bf16, factors of
+// products are rounded to bf16.
 
 constexpr Size QUERIES = 96, MOST_KEYS = 256;  // of a block: multiples of TILE_ROWS, and of TILE_LANES * LANES
 
-// Tensors [b, n, s, d] of a call. Strides are of batch, head and position each, in the order query, key, value, out,
-// grad; what is made is [s, b, n, d], contiguous; log_sums is [b, n, s].
+// The arguments of a call. query, key, value, out and grad are [b, n, s, d]; `strides` has their strides of batch, then
+// those of head and of position. `made` and the gradients are written, [s, b, n, d]; log_sums is [b, n, s].
 template <typename T>
 struct Call {
     const T *query, *key, *value, *out, *grad;
@@ -320,7 +320,7 @@ struct Call {
     Size batch, heads, length, size;
     float scale;
 
-    Call of_head(Size number) const {
+    Call for_head(Size number) const {
         const Size b = number / heads, n = number % heads, place = number * size;
         const auto start = [&](Size which) { return b * strides[which] + n * strides[5 + which]; };
         Call head = *this;
@@ -334,12 +334,12 @@ struct Call {
     Size made_stride() const { return batch * heads * size; }
     Size width() const { return up_to_multiple(size, LANES); }
     Size steps() const { return in_words<T>(size); }
-    // Keys of a block, and a block's scores: a short sequence has smaller ones.
+    // The keys of a block, and the scores of a block; both are smaller for a short sequence.
     Size keys() const { return std::min(MOST_KEYS, up_to_multiple(length, TILE_LANES * LANES)); }
     Size block() const { return up_to_multiple(std::min(QUERIES, length), DEPTH<T>) * keys(); }
 };
 
-// How many of the `seen` keys from `first` the query at a position sees.
+// The number of keys that the query at a position sees, of the `seen` keys from `first` on.
 inline Size visible(Size position, Size first, Size seen) { return std::clamp(position + 1 - first, Size(0), seen); }
 
 template <typename T>
@@ -365,7 +365,7 @@ class Forward {
         pack<T>(head.value, head.stride(2), head.length, head.size, values.data(), width);
         for (Size begin = 0; begin < head.length; begin += QUERIES) {
             const Size end = std::min(begin + QUERIES, head.length);
-            for (Size first = 0; first < end; first += block_keys) see(head, begin, end, first);
+            for (Size first = 0; first < end; first += block_keys) attend(head, begin, end, first);
             for (Size row = 0; row < end - begin; row++) {
                 for (Size i = 0; i < width; i++) sums[row * width + i] *= float(1 / total[row]);
                 head.log_sums[begin + row] = float(most[row] + std::log(total[row]));
@@ -375,26 +375,26 @@ class Forward {
     }
 
   private:
-    // Have the queries [begin, end) see the keys from `first`: softmax's sums go on from the keys before.
-    void see(const Call<T>& head, Size begin, Size end, Size first) {
+    // Add the block of keys from `first` on to the running softmax of the queries [begin, end).
+    void attend(const Call<T>& head, Size begin, Size end, Size first) {
         const Size rows = end - begin, seen = std::min(end - first, block_keys), columns = up_to_multiple(seen, LANES);
         multiply<T>(along_rows(head.query + begin * head.stride(0), head.stride(0)),
                     keys.data() + first * head.steps(), block_keys, head.steps(), scores.data(), block_keys, rows,
                     columns, false);
         for (Size row = 0; row < rows; row++) {
-            const Size own = visible(begin + row, first, seen);
+            const Size num_visible = visible(begin + row, first, seen);
             const float *score = scores.data() + row * block_keys, scale = head.scale;
             T* weight = weights.data() + row * block_keys;
             float greatest = first ? most[row] : -INFINITY, sum = 0;
 #pragma omp simd reduction(max : greatest)
-            for (Size i = 0; i < own; i++) greatest = score[i] * scale > greatest ? score[i] * scale : greatest;
+            for (Size i = 0; i < num_visible; i++) greatest = score[i] * scale > greatest ? score[i] * scale : greatest;
 #pragma omp simd reduction(+ : sum)
-            for (Size i = 0; i < own; i++) {
+            for (Size i = 0; i < num_visible; i++) {
                 const float e = exponential(score[i] * scale - greatest);
                 sum += e;
                 store(weight[i], e);
             }
-            std::fill(weight + own, weight + columns, T{});
+            std::fill(weight + num_visible, weight + columns, T{});
             double before = 0;
             if (first) {
                 const float kept = exponential(most[row] - greatest);
@@ -450,7 +450,7 @@ class Backward {
             std::fill(grad_key.begin(), grad_key.end(), 0.0f);
             std::fill(grad_value.begin(), grad_value.end(), 0.0f);
             for (Size begin = first / QUERIES * QUERIES; begin < head.length; begin += QUERIES)
-                see(head, begin, std::min(begin + QUERIES, head.length), first, count);
+                attend(head, begin, std::min(begin + QUERIES, head.length), first, count);
             write_rows(grad_key, count, width, head.grad_key + first * stride, stride, head.size);
             write_rows(grad_value, count, width, head.grad_value + first * stride, stride, head.size);
         }
@@ -458,24 +458,24 @@ class Backward {
     }
 
   private:
-    // What the queries [begin, end) and the `count` keys from `first` add to each other's gradients.
-    void see(const Call<T>& head, Size begin, Size end, Size first, Size count) {
+    // Add to all gradients what the queries [begin, end) and the `count` keys from `first` on contribute.
+    void attend(const Call<T>& head, Size begin, Size end, Size first, Size count) {
         const Size rows = end - begin, seen = std::min(end - first, count), columns = up_to_multiple(seen, LANES);
         multiply<T>(along_rows(head.query + begin * head.stride(0), head.stride(0)), keys.data(), block_keys,
                     head.steps(), weights.data(), block_keys, rows, columns, false);
         multiply<T>(along_rows(head.grad + begin * head.stride(4), head.stride(4)), values.data(), block_keys,
                     head.steps(), slopes.data(), block_keys, rows, columns, false);
         for (Size row = 0; row < rows; row++) {
-            const Size own = visible(begin + row, first, seen);
+            const Size num_visible = visible(begin + row, first, seen);
             float *weight = weights.data() + row * block_keys, *slope = slopes.data() + row * block_keys;
             const float log_sum = head.log_sums[begin + row], average = averages[begin + row], scale = head.scale;
 #pragma omp simd
-            for (Size i = 0; i < own; i++) {
+            for (Size i = 0; i < num_visible; i++) {
                 weight[i] = exponential(weight[i] * scale - log_sum);
                 slope[i] = weight[i] * (slope[i] - average) * scale;
             }
-            std::fill(weight + own, weight + columns, 0.0f);
-            std::fill(slope + own, slope + columns, 0.0f);
+            std::fill(weight + num_visible, weight + columns, 0.0f);
+            std::fill(slope + num_visible, slope + columns, 0.0f);
         }
         const Size steps = in_words<T>(rows), done = begin / DEPTH<T> * width;
         multiply<T>(by_keys(weights, weight_words, rows, columns), grad_rows.data() + done, width, steps,
@@ -486,7 +486,7 @@ class Backward {
                     grad_query.data() + begin * width, width, rows, width, true);
     }
 
-    // A block [queries, keys] as the left factor of a sum over queries, and the slopes as that of a sum over keys.
+    // A block [queries, keys] as the left factor of a sum over queries; below, the slopes for a sum over keys.
     Left by_keys(const std::vector<float>& block, std::vector<uint32_t>& words, Size rows, Size columns) {
         if (DEPTH<T> == 1) return across_rows(block.data(), block_keys);
         pack<T>(block.data(), block_keys, rows, columns, words.data(), block_keys);
@@ -513,7 +513,7 @@ void every_head(const Call<T>& call) {
     {
         Pass<T> pass(call);
 #pragma omp for schedule(dynamic)
-        for (Size number = 0; number < call.batch * call.heads; number++) pass(call.of_head(number));
+        for (Size number = 0; number < call.batch * call.heads; number++) pass(call.for_head(number));
     }
 }
 
@@ -535,7 +535,7 @@ void every_head(const Call<T>& call) {
     }                                                                                                                 \
     void causal_attention_##type(const T* query, const T* key, const T* value, T* out, float* log_sums,               \
                                  const Size* strides, Size batch, Size heads, Size length, Size size, float scale) {  \
-        /* what a forward does not touch is anything of the right type */                                             \
+        /* a forward does not use the gradients: `out` only fills their places */                                     \
         every_head<Forward>(Call<T>{query, key, value, out, out, log_sums, out, out, out, out, strides, batch, heads, \
                                     length, size, scale});                                                            \
     }                                                                                                                 \

@@ -1,11 +1,11 @@
 """This project's kernels for a CPU (`cpu_kernels.cpp`), which the machine's C++ compiler builds once.
 
-A process that has called `load` uses them, on real tensors in float32 or bf16; everywhere else their callers have
-PyTorch's operations. The kernels round a result once, where those round after each operation. Kept are those that save
-3% of a training step in bf16 or float32 on a CPU with AVX512-BF16 (docs/lab-log.md).
+After `load`, a process can use the kernels on tensors in float32 or bf16 that `can_take` accepts; for other tensors the
+callers use PyTorch's operations. A kernel rounds its result once, PyTorch after each operation. Each kernel saves at
+least 3% of a training step in bf16 or float32 on a CPU with AVX512-BF16 (docs/lab-log.md).
 
-Shapes: of attention as in `attention`; c tokens of a chunk, v columns of the vocabulary, f inner size of the MLP; of
-products as in `matrices`.
+Shapes: of attention as in `attention`, of products as in `matrices`; c tokens of a chunk, v columns of the vocabulary,
+f inner size of the MLP.
 """
 
 import ctypes
@@ -29,59 +29,59 @@ OPTIONS = (
     *("-std=c++17", "-O3", "-march=native", "-mprefer-vector-width=512"),
     *("-fno-math-errno", "-fno-trapping-math", "-fPIC", "-fopenmp"),
 )
-MOST_SECONDS = 120  # to build them
+MOST_SECONDS = 120  # of one call of the compiler
 TYPES = (torch.float32, torch.bfloat16)
-BYTES_OF_A_WORD = 4  # a product's factors are made of words
-MOST_BYTES_OF_A_VECTOR = 64
+WORD_BYTES = 4  # the unit in which a kernel reads the factors of a product
+VECTOR_BYTES = 64  # of the widest vectors of a CPU
 
 _library: Any = None
-_problem: str | None = "nobody asked for them"
+_problem: str | None = "they were not loaded"
 
 
 def load(cache: Path) -> str | None:
-    """Make this process use them from now on.
+    """Load the kernels into this process, and build their library first if the cache lacks it.
 
     Args:
-        cache: a folder of this user's alone, in which the library is, or is put.
+        cache: the folder for the library; only this user may write to it.
 
     Returns:
-        Why they cannot be used on this machine; None: they are in use.
+        Why this machine cannot use the kernels, or None if they are loaded.
     """
     global _library, _problem
     if _library is None:
-        _library, _problem = _loaded(cache)
+        _library, _problem = _open_library(cache)
     return _problem
 
 
 def unload(problem: str) -> None:
-    """Make this process compute by PyTorch's operations again, and say why."""
+    """Make this process use PyTorch's operations again; `problem` is the reason that is reported."""
     global _library, _problem
     _library, _problem = None, problem
 
 
 def problem() -> str | None:
-    """Return why this process does not use them; None: it does."""
+    """Return why this process does not use the kernels, or None if it does."""
     return _problem
 
 
-def _loaded(cache: Path) -> tuple[Any, str | None]:
-    """Return the library, or why there is none."""
+def _open_library(cache: Path) -> tuple[Any, str | None]:
+    """Return the library and None, or None and the reason why there is no library."""
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         return None, f"they are for Linux on x86_64, and this is {platform.system()} on {platform.machine()}"
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         return None, f"no C++ compiler is found ({', '.join(COMPILERS)})"
     try:
-        return ctypes.CDLL(str(_built(Path(compiler), cache))), None
+        return ctypes.CDLL(str(_build_library(Path(compiler), cache))), None
     except (OSError, subprocess.SubprocessError) as error:
         reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[0]
         return None, f"they cannot be built by {compiler} in {cache} ({reason})"
 
 
-def _built(compiler: Path, cache: Path) -> Path:
-    """Return the library of this source, compiler and CPU, built if it is not there.
+def _build_library(compiler: Path, cache: Path) -> Path:
+    """Return the path of the library for this source, compiler and CPU, and build it if the cache lacks it.
 
-    Processes that start together may all build it: the same file.
+    Processes that start together may each build the library; each replaces it by an equal one.
     """
     program = compiler.resolve()
     flags = {line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")}
@@ -94,7 +94,7 @@ def _built(compiler: Path, cache: Path) -> Path:
         run = functools.partial(subprocess.run, check=True, capture_output=True, text=True, timeout=MOST_SECONDS)
         try:
             run([str(compiler), *OPTIONS, "-c", str(SOURCE), "-o", str(compiled)])
-            # Without -fopenmp, so that no second OpenMP is linked: torch's is the process's.
+            # Without -fopenmp: a second OpenMP must not be linked beside torch's.
             run([str(compiler), "-shared", str(compiled), "-o", str(partial)])
             publish(partial, library)
         finally:
@@ -103,23 +103,20 @@ def _built(compiler: Path, cache: Path) -> Path:
     return library
 
 
-def reach(*tensors: Tensor) -> bool:
-    """Return whether this process uses them, and they can take these: of one type, and real tensors on a CPU, whose
-    last axis lies in one piece.
-
-    Simulated tensors have no content, and a tracer would not see work done by pointers.
-    """
+def can_take(*tensors: Tensor) -> bool:
+    """Return whether the kernels are loaded, and the tensors are of one supported type, on a CPU, and dense in rows."""
     return _library is not None and all(
-        _in_memory(tensor) and tensor.dtype in TYPES and tensor.dtype == tensors[0].dtype for tensor in tensors
+        _is_readable(tensor) and tensor.dtype in TYPES and tensor.dtype == tensors[0].dtype for tensor in tensors
     )
 
 
-def _in_memory(tensor: Tensor) -> bool:
+def _is_readable(tensor: Tensor) -> bool:
+    """Return whether a tensor has its content on a CPU; simulated tensors have none, and tracers see no kernels."""
     return type(tensor) in (Tensor, Parameter) and tensor.device.type == "cpu" and tensor.stride(-1) == 1
 
 
 def swiglu(gate_and_up: Tensor) -> Tensor:
-    """silu(gate) * up: [..., 2 f] -> [..., f]."""
+    """Return silu(gate) * up, [..., f], of [gate | up], [..., 2 f]."""
     gate_and_up, width = gate_and_up.contiguous(), gate_and_up.shape[-1] // 2
     out = gate_and_up.new_empty(*gate_and_up.shape[:-1], width)
     _call("swiglu", gate_and_up, out, out.numel() // width, width)
@@ -127,48 +124,48 @@ def swiglu(gate_and_up: Tensor) -> Tensor:
 
 
 def swiglu_backward(gate_and_up: Tensor, grad: Tensor) -> Tensor:
-    """Return the gradient of [gate | up]."""
+    """Return the gradient of [gate | up], [..., 2 f], from the gradient of `swiglu`'s result, [..., f]."""
     gate_and_up, grad = gate_and_up.contiguous(), grad.contiguous()
     grad_both = torch.empty_like(gate_and_up)
     _call("swiglu_backward", gate_and_up, grad, grad_both, grad.numel() // grad.shape[-1], grad.shape[-1])
     return grad_both
 
 
-def reaches_product(sum_oh: Tensor, grad_no: Tensor, x_nh: Tensor) -> bool:
-    """Return whether `add_product` can take them: a float32 sum whose rows are whole vectors."""
-    is_whole = sum_oh.shape[-1] * sum_oh.element_size() % MOST_BYTES_OF_A_VECTOR == 0
-    return reach(grad_no, x_nh) and _in_memory(sum_oh) and sum_oh.dtype == torch.float32 and is_whole
+def can_take_product(sum_oh: Tensor, grad_no: Tensor, x_nh: Tensor) -> bool:
+    """Return whether `add_product` can take tensors: the sum must be in float32, its rows of whole vectors."""
+    has_whole_vectors = sum_oh.shape[-1] * sum_oh.element_size() % VECTOR_BYTES == 0
+    return can_take(grad_no, x_nh) and _is_readable(sum_oh) and sum_oh.dtype == torch.float32 and has_whole_vectors
 
 
 def add_product(sum_oh: Tensor, grad_no: Tensor, x_nh: Tensor) -> None:
-    """Add the product of the second, transposed, and the third to the sums."""
+    """Add grad^T x to the sums in place."""
     strides = grad_no.stride(0), x_nh.stride(0), sum_oh.stride(0)
     _call("add_product", grad_no, strides[0], x_nh, strides[1], sum_oh, strides[2], len(x_nh), *sum_oh.shape)
 
 
 def softmax(logits_cv: Tensor) -> tuple[Tensor, Tensor]:
-    """Replace each row by its softmax, in float32 by its exponentials alone.
+    """Replace each row by its softmax, or in float32 by exp(logit - largest logit), which is not divided by the sum.
 
     Returns:
-        The largest logit and the sum of exponentials relative to it, [c] in float32.
+        The largest logit, and the sum of exp(logit - largest logit), both [c] in float32.
     """
     greatest_c, sum_c = (logits_cv.new_empty(len(logits_cv), dtype=torch.float32) for _ in range(2))
     _call("softmax", logits_cv, greatest_c, sum_c, *logits_cv.shape)
     return greatest_c, sum_c
 
 
-def reaches_attention(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether `causal_attention` can take them: as many of each, and heads of whole words."""
-    of_whole_words = query.shape[-1] * query.element_size() % BYTES_OF_A_WORD == 0
-    return reach(query, key, value) and query.shape == key.shape == value.shape and of_whole_words
+def can_take_attention(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return whether `causal_attention` can take tensors: their shapes must be equal, and heads of whole words."""
+    has_whole_words = query.shape[-1] * query.element_size() % WORD_BYTES == 0
+    return can_take(query, key, value) and query.shape == key.shape == value.shape and has_whole_words
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """softmax(q k^T * scale) v of [b, n, s, d], each query of which sees the keys up to its own.
+    """Compute softmax(q k^T * scale) v, where a query sees the keys up to the query's own position.
 
     Returns:
-        What is seen, [b, n, s, d], contiguous as [s, b, n, d]; the logarithms of the sums of exponentials, [b, n, s] in
-        float32.
+        The output, [b, n, s, d], whose memory is contiguous as [s, b, n, d]; and the logarithm of each query's sum of
+        exponentials, [b, n, s] in float32.
     """
     batch, heads, length, size = query.shape
     out = query.new_empty(length, batch, heads, size).permute(1, 2, 0, 3)
@@ -182,7 +179,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) ->
 def causal_attention_backward(
     qkv: tuple[Tensor, Tensor, Tensor], out: Tensor, log_sums: Tensor, grad: Tensor, scale: float
 ) -> list[Tensor]:
-    """Return the gradients of queries, keys and values, all [b, n, s, d], contiguous as [s, b, n, d]."""
+    """Return the gradients of queries, keys and values, [b, n, s, d], whose memory is contiguous as [s, b, n, d]."""
     batch, heads, length, size = out.shape
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     grads = [out.new_empty(length, batch, heads, size) for _ in qkv]
@@ -193,21 +190,22 @@ def causal_attention_backward(
 
 
 def _strides(*tensors: Tensor) -> Any:
-    """Return the strides of batch, head and position of tensors [b, n, s, d]."""
+    """Return a C array of the tensors' strides of batch, then of heads, then of positions."""
     strides = [tensor.stride(axis) for axis in range(3) for tensor in tensors]
     return (ctypes.c_int64 * len(strides))(*strides)
 
 
 def _call(name: str, first: Tensor, *arguments: Any) -> None:
-    """Call a kernel of the first tensor's type: tensors by their pointers, integers of 64 bits, others in float32."""
+    """Call the kernel `name` for the type of the first tensor."""
     kernel = getattr(_library, f"{name}_{str(first.dtype).removeprefix('torch.')}")
-    with torch.profiler.record_function(f"{__name__}.{name}"):  # or a profiler would not see it
-        kernel(*map(_argument, (first, *arguments)))
+    with torch.profiler.record_function(f"{__name__}.{name}"):  # profilers see only what is recorded
+        kernel(*map(_c_value, (first, *arguments)))
 
 
-def _argument(given: Any) -> Any:
-    if isinstance(given, Tensor):
-        return ctypes.c_void_p(given.data_ptr())
-    if isinstance(given, int):
-        return ctypes.c_int64(given)
-    return ctypes.c_float(given) if isinstance(given, float) else given
+def _c_value(value: Any) -> Any:
+    """Return a tensor as its pointer, an integer with 64 bits, a float with 32 bits, and a C array as it is."""
+    if isinstance(value, Tensor):
+        return ctypes.c_void_p(value.data_ptr())
+    if isinstance(value, int):
+        return ctypes.c_int64(value)
+    return ctypes.c_float(value) if isinstance(value, float) else value

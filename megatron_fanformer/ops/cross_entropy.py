@@ -1,4 +1,4 @@
-"""Cross entropy of a chunk of tokens: from logits to losses, the logits turned into their own gradient in place.
+"""Cross entropy of a chunk of tokens: computes the losses, and overwrites the logits with their gradient.
 
 Shapes: c tokens of the chunk, v this tensor parallel rank's rows of the vocabulary.
 """
@@ -11,59 +11,58 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fanformer.ops import cpu_kernels
-from megatron_fanformer.ops.triton_support import has_triton, triton_reaches
+from megatron_fanformer.ops.triton_support import has_triton, triton_takes
 
 CACHED_BYTES_PER_THREAD = 2**20
-"""Float32 logits that a CPU thread takes through all elementwise passes at once: they stay in its L2 cache.
-Measured on a core with 1 MiB of it: 29 ms for 512 x 50304 logits, 45 ms where each pass runs over all of them."""
-CACHED_BYTES_ELSEWHERE = 2**25
-"""The same for a GPU without the kernel, after its L2 cache (50 MiB on a Hopper)."""
+"""Bytes of float32 logits that a CPU thread takes through all elementwise passes at once: they stay in its L2 cache.
+Measured on a core with 1 MiB of L2: 29 ms for 512 x 50304 logits, 45 ms if each pass runs over all logits."""
+CACHED_BYTES_GPU = 2**25
+"""Such bytes for a GPU without the kernel: a Hopper's L2 cache has 50 MiB."""
 SMALLEST_SHARE = 2.0**-64
-"""Smallest share of a rank's exponentials in the whole sum: a smaller one changes no float32 gradient, and has no
-reciprocal."""
+"""Lower bound of a token's factor: a smaller factor changes no float32 gradient, and its reciprocal may be infinite."""
 SMALLEST_SCALE = 2.0**-20
-"""Smallest magnitude of a z-loss's factor of a token's probabilities: for the same reason."""
+"""Lower bound of the magnitude of a z-loss's factor, for the same reasons."""
 
 
 class ChunkFactors(NamedTuple):
-    """Numbers of each token of a chunk, [c] in float32."""
+    """Two numbers for each token of a chunk, [c] in float32."""
 
     gradient: Tensor
-    """Factor that is left to multiply into the gradient of the logits."""
+    """The factor by which the caller must multiply the gradient of the token's logits."""
     log_sum: Tensor
-    """log Z: of the sum of the exponentials of all logits."""
+    """log Z: the logarithm of the sum of the exponentials of the token's logits."""
 
 
 def to_gradient(
     logits_cv: Tensor,
-    own_labels_c: Tensor,
+    local_labels_c: Tensor,
     losses_c: Tensor,
     group: dist.ProcessGroup,
     is_differentiated: bool,
     z_loss_coefficient: float = 0.0,
 ) -> ChunkFactors:
-    """Write the losses, and turn the logits into their gradient up to a factor per token.
+    """Write the losses, and overwrite the logits with their gradient up to a factor for each token.
 
-    With a z-loss the gradient is of losses + z_loss_coefficient · (log Z)², the losses stay cross entropies. Of any
-    logit that only multiplies the probability in its gradient, by 1 + 2 · z_loss_coefficient · log Z.
+    The factors are returned, and not applied, because it is cheaper to multiply matrices narrower than the vocabulary.
 
-    The factors are not applied here because they are cheaper to multiply into matrices narrower than the vocabulary.
+    With a z-loss, the gradient is that of loss + z_loss_coefficient · (log Z)². In the gradient of a logit the second
+    term multiplies the logit's probability by 1 + 2 · z_loss_coefficient · log Z. The losses stay cross entropies.
 
     Args:
-        logits_cv: contiguous, this rank's part; without `is_differentiated` their content is lost.
-        own_labels_c: the labels, counted from this rank's first row: others' lie outside [0, v).
-        losses_c: float32, written.
+        logits_cv: this rank's logits, contiguous; without `is_differentiated` they are overwritten by intermediates.
+        local_labels_c: the labels less the rank's first row: those of other ranks lie outside [0, v).
+        losses_c: the losses to write, in float32.
         group: the ranks that share the vocabulary.
     """
-    rows = torch.arange(len(own_labels_c), device=own_labels_c.device)
-    is_own = (own_labels_c >= 0) & (own_labels_c < logits_cv.shape[1])
-    columns = own_labels_c.where(is_own, 0)
+    rows = torch.arange(len(local_labels_c), device=local_labels_c.device)
+    is_local = (local_labels_c >= 0) & (local_labels_c < logits_cv.shape[1])
+    columns = local_labels_c.where(is_local, 0)
     label_c = logits_cv[rows, columns].float()
     greatest_c, sum_c = exponentials(logits_cv)
-    (total_c, label_c), factor_c, greatest_c = _over_vocabulary(greatest_c, sum_c, label_c, is_own, group)
+    (total_c, label_c), factor_c, greatest_c = _over_vocabulary(greatest_c, sum_c, label_c, is_local, group)
     log_total_c = total_c.log()
     torch.sub(log_total_c, label_c, out=losses_c)
-    unit_c = sum_c if logits_cv.dtype != torch.float32 else 1.0  # what the exponentials were divided by
+    unit_c = sum_c if logits_cv.dtype != torch.float32 else 1.0  # the exponentials' divisor
     share_c = (unit_c * factor_c / total_c).clamp_min(SMALLEST_SHARE)
     log_sum_c = log_total_c + greatest_c
     if is_differentiated:
@@ -72,43 +71,48 @@ def to_gradient(
             scale_c = 1 + 2 * z_loss_coefficient * log_sum_c
             scale_c = scale_c.where(scale_c.abs() >= SMALLEST_SCALE, SMALLEST_SCALE)
             probability_c, share_c = probability_c * scale_c, share_c * scale_c
-        below_one_c = probability_c - 1  # the label's, rounded once
-        logits_cv[rows, columns] = (below_one_c / share_c).to(logits_cv.dtype).where(is_own, logits_cv[rows, columns])
+        below_one_c = probability_c - 1  # the gradient of the label's logit, rounded once
+        logits_cv[rows, columns] = (below_one_c / share_c).to(logits_cv.dtype).where(is_local, logits_cv[rows, columns])
     return ChunkFactors(share_c, log_sum_c)
 
 
 def _over_vocabulary(
-    greatest_c: Tensor, sum_c: Tensor, label_c: Tensor, is_own: Tensor, group: dist.ProcessGroup
+    greatest_c: Tensor, sum_c: Tensor, label_c: Tensor, is_local: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return [sum of exponentials, label's logit] of the vocabulary, less the largest one; this rank's factor; and the
-    largest logit.
+    """Combine the ranks' parts of the vocabulary.
+
+    Returns:
+        The sum of exp(logit - largest logit) and the label's logit less the largest, [2, c]; this rank's
+        exp(local largest - largest), [c]; the largest logit of the whole vocabulary, [c].
     """
     if group.size() == 1:
         return torch.stack([sum_c, label_c - greatest_c]), torch.ones_like(sum_c), greatest_c
     whole_c = greatest_c.clone()
     dist.all_reduce(whole_c, op=dist.ReduceOp.MAX, group=group)
     factor_c = (greatest_c - whole_c).exp()
-    both = torch.stack([sum_c * factor_c, (label_c - whole_c).where(is_own, 0)])
+    both = torch.stack([sum_c * factor_c, (label_c - whole_c).where(is_local, 0)])
     dist.all_reduce(both, group=group)
     return both, factor_c, whole_c
 
 
 def exponentials(logits_cv: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest logit of each row, and the sum of exponentials relative to it, which replace the logits.
+    """Replace each logit by exp(logit - largest logit of the row), in 16 bits divided by the row's sum of these.
 
-    In 16 bits they are divided by that sum, so that the greatest terms of a gradient, a label's and those that are
-    multiplied by a token's factor, are rounded once: of a whole vocabulary the factor is 1. (Otherwise bf16 gradients
-    were 1.4 to 1.7 times as far from float32 as those of a plain softmax, at initial weights; in float32 it is one more
-    pass for nothing.)
+    The division spares bf16 a second rounding: without tensor parallelism a token's factor is then 1. Without it, bf16
+    gradients at initial weights were 1.4 to 1.7 times as far from float32 as those of a plain softmax.
 
-    By a kernel (`cross_entropy_triton`, `cpu_kernels`) where one reaches them, else in PyTorch; both [c], in float32.
+    A kernel (`cross_entropy_triton`, `cpu_kernels`) computes it if one can take the logits, else PyTorch.
+
+    Returns:
+        The largest logit and the undivided sum of each row, [c] in float32.
     """
-    if cpu_kernels.reach(logits_cv):
+    if cpu_kernels.can_take(logits_cv):
         return cpu_kernels.softmax(logits_cv)
-    return ((_kernel() if triton_reaches(logits_cv) else None) or exponentials_in_torch)(logits_cv)
+    kernel = _triton_kernel() if triton_takes(logits_cv) else None
+    return (kernel or exponentials_in_torch)(logits_cv)
 
 
-def _kernel() -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
+def _triton_kernel() -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
     if not has_triton("the loss head's exponentials run"):
         return None
     from megatron_fanformer.ops import cross_entropy_triton
@@ -117,10 +121,10 @@ def _kernel() -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
 
 
 def exponentials_in_torch(logits_cv: Tensor) -> tuple[Tensor, Tensor]:
-    """`exponentials` on any device, a few rows at a time through all passes."""
+    """Compute `exponentials` in PyTorch on any device; a few rows at a time go through all passes."""
     greatest, sums = [], []
     for logits in logits_cv.split(_rows_in_cache(logits_cv)):
-        values = logits.float()  # themselves in float32
+        values = logits.float()  # float32 logits are not copied
         row_greatest = values.amax(-1, keepdim=True)
         row_sum = values.sub_(row_greatest).exp_().sum(-1, keepdim=True)
         if values is not logits:
@@ -132,5 +136,5 @@ def exponentials_in_torch(logits_cv: Tensor) -> tuple[Tensor, Tensor]:
 
 def _rows_in_cache(logits_cv: Tensor) -> int:
     is_on_cpu = logits_cv.device.type == "cpu"
-    cached_bytes = CACHED_BYTES_PER_THREAD * torch.get_num_threads() if is_on_cpu else CACHED_BYTES_ELSEWHERE
+    cached_bytes = CACHED_BYTES_PER_THREAD * torch.get_num_threads() if is_on_cpu else CACHED_BYTES_GPU
     return max(1, cached_bytes // (4 * logits_cv.shape[1]))

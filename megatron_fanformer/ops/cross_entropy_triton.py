@@ -1,11 +1,11 @@
 """Turns logits into exponentials in one Triton kernel, one program per row: memory is read once, and written once.
 
-The first pass over a row keeps the largest logit so far and the sum of exponentials relative to it, the second writes;
-a row (100 KB of bfloat16 at a vocabulary of 50304) is then still in the GPU's L2 cache.
+The first pass over a row finds the largest logit and the sum of exponentials relative to it. The second pass writes;
+the row (100 KB of bfloat16 at a vocabulary of 50304) is then still in the GPU's L2 cache.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# (Triton reads its functions' annotations as types of its own.)
+# (Triton takes the annotations of its functions for Triton types.)
 
 import torch
 import triton
@@ -18,15 +18,13 @@ WARPS = 8
 
 
 def exponentials(logits_cv: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest logit of each row, and the sum of exponentials relative to it, which replace the logits.
-
-    In 16 bits they are divided by that sum (see `cross_entropy.exponentials`).
+    """Replace each logit by exp(logit - largest logit of the row), in 16 bits divided by the row's sum of these.
 
     Args:
         logits_cv: contiguous; float32, bfloat16 or float16.
 
     Returns:
-        Both [c], in float32; the sum is of exponentials before they are rounded to the logits' type.
+        The largest logit and the undivided sum of each row, [c] in float32, summed before rounding.
     """
     tokens, vocabulary = logits_cv.shape
     greatest_c, sum_c = torch.empty(2, tokens, dtype=torch.float32, device=logits_cv.device)
@@ -44,16 +42,16 @@ def _exponentials(logits_cv, greatest_c, sum_c, V: tl.constexpr, BLOCK: tl.const
     total = 0.0
     for begin in range(0, V, BLOCK):
         logits = tl.load(row + begin + columns, mask=begin + columns < V, other=-float("inf")).to(tl.float32)
-        higher = tl.maximum(greatest, tl.max(logits))
-        total = total * tl.exp(greatest - higher) + tl.sum(tl.exp(logits - higher))
-        greatest = higher
+        new_greatest = tl.maximum(greatest, tl.max(logits))
+        total = total * tl.exp(greatest - new_greatest) + tl.sum(tl.exp(logits - new_greatest))
+        greatest = new_greatest
     tl.store(greatest_c + token, greatest)
     tl.store(sum_c + token, total)
     share = 1 / total
     for begin in range(0, V, BLOCK):
-        is_there = begin + columns < V
-        logits = tl.load(row + begin + columns, mask=is_there, other=-float("inf")).to(tl.float32)
+        is_column = begin + columns < V
+        logits = tl.load(row + begin + columns, mask=is_column, other=-float("inf")).to(tl.float32)
         values = tl.exp(logits - greatest)
         if logits_cv.dtype.element_ty != tl.float32:
             values *= share
-        tl.store(row + begin + columns, values.to(logits_cv.dtype.element_ty), mask=is_there)
+        tl.store(row + begin + columns, values.to(logits_cv.dtype.element_ty), mask=is_column)

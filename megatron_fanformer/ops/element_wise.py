@@ -1,8 +1,8 @@
-"""Element-wise functions of a layer: SwiGLU and RMSNorm, with gradients written out in few passes; rotary positions.
+"""Element-wise functions of a layer: SwiGLU and RMSNorm, with gradients written by hand; rotary positions.
 
-On a CPU each operation of PyTorch is a pass over memory of its own, and automatic differentiation makes more of them.
-Outputs are rounded as PyTorch's own operations round them, bit for bit in float32 (but SwiGLU's, where a kernel of
-`cpu_kernels` computes it); only the gradients are summed differently.
+On a CPU each operation of PyTorch is a pass over memory, and automatic differentiation makes more passes than needed.
+In float32 outputs equal those of PyTorch's operations bit for bit, except SwiGLU's by a kernel of `cpu_kernels`.
+Gradients are summed in another order.
 
 Shapes: h hidden size, f inner size of the MLP, s sequence, b micro batch, n heads, d head size.
 """
@@ -17,7 +17,7 @@ from megatron_fanformer.ops import cpu_kernels
 
 
 def swiglu(gate_and_up: Tensor) -> Tensor:
-    """silu(gate) * up, of [gate | up] in one tensor: [..., 2 f] -> [..., f]."""
+    """Return silu(gate) * up, [..., f], of [gate | up], [..., 2 f]."""
     return _SwiGLU.apply(gate_and_up)
 
 
@@ -25,7 +25,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_and_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_and_up)
-        if cpu_kernels.reach(gate_and_up):
+        if cpu_kernels.can_take(gate_and_up):
             return cpu_kernels.swiglu(gate_and_up)
         gate, up = gate_and_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
@@ -33,12 +33,12 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (gate_and_up,) = ctx.saved_tensors
-        if cpu_kernels.reach(gate_and_up, grad):
+        if cpu_kernels.can_take(gate_and_up, grad):
             return cpu_kernels.swiglu_backward(gate_and_up, grad)
         gate, up = gate_and_up.chunk(2, dim=-1)
         grad_both = torch.empty_like(gate_and_up)
         grad_gate, grad_up = grad_both.chunk(2, dim=-1)
-        torch.mul(grad, up, out=grad_up)  # an intermediate of the gate's
+        torch.mul(grad, up, out=grad_up)  # for now, the gradient of silu(gate)
         torch.ops.aten.silu_backward(grad_up, gate, grad_input=grad_gate)
         torch.ops.aten.silu(gate, out=grad_up)
         grad_up.mul_(grad)
@@ -46,10 +46,10 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis, [..., h]; statistics in float32 at least."""
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last axis, [..., h]; statistics are in float32 at least."""
     if x.device.type == "cpu":
         return _RMSNorm.apply(x, weight, eps)
-    return F.rms_norm(x, weight.shape, weight, eps)  # one kernel there
+    return F.rms_norm(x, weight.shape, weight, eps)  # one kernel on a GPU
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -68,21 +68,21 @@ class _RMSNorm(torch.autograd.Function):
         products = (grad.to(high) * x).view(-1, size)
         scales = scale.view(-1)
         grad_weight = scales @ products
-        # What the mean square's gradient subtracts, along x itself.
+        # The gradient through the mean square is a multiple of x.
         along_x = (products @ weight.to(high)).mul_(scales.pow(3)).div_(-size)
         grad_x = (grad * weight).to(high).mul_(scale).addcmul_(x.to(high), along_x.view_as(scale))
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """x * cos + rotate_half(x) * sin, of pairs (i, i + d / 2) of the last axis.
+    """Return x * cos + rotate_half(x) * sin: each pair (i, i + d / 2) of the last axis is rotated by an angle.
 
     Args:
         x: [s, b, n, d].
-        angles: [s, 1, 1, d] in float32, the same for both of a pair.
+        angles: [s, 1, 1, d] in float32; both halves of the last axis are equal.
     """
     half = angles[..., : angles.shape[-1] // 2]
     cos, sin = half.cos().to(x.dtype), half.sin().to(x.dtype)
     first, second = x.chunk(2, dim=-1)
-    # no addcmul, which would round once less: the outputs must be megatron-core's bit for bit
+    # Not by addcmul, which rounds once less: the outputs must equal megatron-core's bit for bit.
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

@@ -1,7 +1,7 @@
-"""The FAN activation of one rank: [p | g] -> [cos p, sin p, g] and back, as one kernel or in PyTorch.
+"""The FAN activation of one rank, [p | g] -> [cos p, sin p, g], and its gradient, by a Triton kernel or in PyTorch.
 
-Tensors that Triton can reach use its kernel (`fan_activation_triton`), all others the PyTorch implementation below,
-which the kernel is tested against: in bfloat16 the two differ by a unit in the last place, in few elements.
+Tensors on a GPU use the kernel (`fan_activation_triton`) if Triton is installed, all others the PyTorch implementation
+below. Tests compare the two: in bfloat16, few elements differ, by a unit in the last place.
 
 Shapes: t tensor parallel ranks, n tokens, r = P + G rows of one output's map on one rank, w = t (2P + G) the output's
 width, v = t G.
@@ -14,24 +14,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_fanformer.ops.triton_support import has_triton, triton_reaches
+from megatron_fanformer.ops.triton_support import has_triton, triton_takes
 
 
 class Implementation(NamedTuple):
     """A way to compute the activation."""
 
     activate: Callable[[Tensor, Tensor, int, bool], Tensor | None]
-    """(pre_tnr, x_f_nw, P, gelu): writes the contiguous output, and returns g [n, v] if backward needs it (gelu)."""
+    """(pre_tnr, x_f_nw, P, gelu): writes the output to x_f_nw; with gelu, returns g, [n, v], for its gradient."""
     differentiate: Callable[[Tensor, Tensor, Tensor | None, Tensor, int], None]
-    """(x_f_nw, its gradient, what `activate` returned, grad_pre_tnr, P): writes the gradient of p | g."""
+    """(x_f_nw, grad_nw, g_nv, grad_pre_tnr, P): writes the gradient of p | g to grad_pre_tnr."""
 
 
 def implementation_for(tensor: Tensor) -> Implementation:
-    """Return the kernel where it can run on this tensor, else PyTorch."""
-    return (_kernel() or EAGER) if triton_reaches(tensor) else EAGER
+    """Return the kernel if it can run on this tensor, else the PyTorch implementation."""
+    return (_triton_kernel() or EAGER) if triton_takes(tensor) else EAGER
 
 
-def _kernel() -> Implementation | None:
+def _triton_kernel() -> Implementation | None:
     if not has_triton("the FAN activation runs"):
         return None
     from megatron_fanformer.ops import fan_activation_triton
@@ -40,10 +40,10 @@ def _kernel() -> Implementation | None:
 
 
 def activate(pre_tnr: Tensor, x_f_nw: Tensor, periodic: int, gelu: bool) -> Tensor | None:
-    """`Implementation.activate` in PyTorch."""
+    """Write [cos p, sin p, g] to x_f_nw, in PyTorch (see `Implementation.activate`)."""
     phase_ntp, g_ntg = pre_tnr.transpose(0, 1).split([periodic, pre_tnr.shape[-1] - periodic], dim=-1)
     cos_ntp, sin_ntp, out_ntg = _canonical_views(x_f_nw, len(pre_tnr), periodic)
-    # One float32 copy, contiguous and ours to overwrite: PyTorch's cos and sin are slow on a part of each row.
+    # A contiguous float32 copy to overwrite: PyTorch's cos and sin are slow on a part of each row.
     phase_ntp = _high_copy(phase_ntp)
     cos_ntp.copy_(phase_ntp.cos())
     sin_ntp.copy_(phase_ntp.sin_())
@@ -52,7 +52,7 @@ def activate(pre_tnr: Tensor, x_f_nw: Tensor, periodic: int, gelu: bool) -> Tens
 
 
 def differentiate(x_f_nw: Tensor, grad_nw: Tensor, g_nv: Tensor | None, grad_pre_tnr: Tensor, periodic: int) -> None:
-    """`Implementation.differentiate` in PyTorch: d p = d sin p * cos p - d cos p * sin p."""
+    """Write the gradient of p | g, in PyTorch: d p = d sin p * cos p - d cos p * sin p."""
     ranks = len(grad_pre_tnr)
     grad_cos, grad_sin, grad_g = _canonical_views(grad_nw, ranks, periodic)
     cos_ntp, sin_ntp, _ = _canonical_views(x_f_nw, ranks, periodic)
@@ -72,7 +72,7 @@ EAGER = Implementation(activate, differentiate)
 
 
 def _high(tensor: Tensor) -> torch.dtype:
-    """Return float32 at least: a bf16 phase of 100 would be off by half a radian."""
+    """Return the tensor's type or float32, whichever is wider: in bf16, a phase of 100 is off by half a radian."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
@@ -81,7 +81,7 @@ def _high_copy(tensor: Tensor) -> Tensor:
 
 
 def _canonical_views(x_f_nw: Tensor, ranks: int, periodic: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return cos p [n, t, P], sin p [n, t, P] and g [n, t, G] as views of an output."""
+    """Return cos p [n, t, P], sin p [n, t, P] and g [n, t, G] as views of an output or of its gradient."""
     whole = ranks * periodic
     parts = x_f_nw.split([whole, whole, x_f_nw.shape[-1] - 2 * whole], dim=-1)
     cos, sin, g = (part.unflatten(-1, (ranks, part.shape[-1] // ranks)) for part in parts)

@@ -1,40 +1,39 @@
-"""The FAN activation as one Triton kernel each way: every element is read once, and written once.
+"""The FAN activation as one Triton kernel forward and one backward: each reads every element once, and writes it once.
 
-A program handles a tile of tokens by columns, of the periodic or of the linear rows that one tensor parallel rank made.
-Memory is the limit, so a tile is what keeps four 16-byte loads in flight per thread, and over the programs the columns
-run fastest: those that run at the same time touch whole rows. cos and sin come from one reduction of the phase, taken
-in float32 whatever the tensors hold.
+A program handles a tile, tokens by columns, of the periodic or of the linear rows of one tensor parallel rank. The
+kernels are limited by memory: a tile keeps four 16-byte loads in flight per thread, and consecutive programs take
+consecutive columns, so that programs which run together touch whole rows. cos and sin share one reduction of the phase,
+in float32 whatever the tensors' type.
 
 Shapes: t tensor parallel ranks, n tokens, r = P + G rows of one output's map on one rank, w = t (2P + G) the output's
 width, v = t G.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# (Triton reads its functions' annotations as types of its own.)
+# (Triton takes the annotations of its functions for Triton types.)
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 TILE_COLUMNS = 128
-"""Most columns of a tile: the paper's sizes have P and G in multiples of it, and a tile's rows are whole cache
-lines."""
+"""Most columns of a tile: the paper's sizes have P and G in multiples of 128, and rows of whole cache lines."""
 TILE_BYTES = 8192
 """Bytes of a tile: four 16-byte loads per thread."""
 WARPS = 4
 LARGEST_ROW_STRIDE = 2**20
-"""Largest row stride, in elements: a tile's offsets are 32-bit numbers, and a tile has at most 2^11 rows."""
+"""Largest row stride, in elements: offsets within a tile are 32-bit numbers, and a tile has at most 2^11 rows."""
 
 # cos and sin, within 3 units in the last place of float32: the largest error over 8 million phases was 2.5.
 LARGEST_REDUCED = tl.constexpr(12_000.0)
-"""Phases up to here are less than 2^13 quarter turns from 0: their products with 11 bits are exact in float32."""
+"""Smaller phases have fewer than 2^13 quarter turns, whose products with 11-bit numbers are exact in float32."""
 QUARTERS = tl.constexpr(0.6366197723675814)  # quarter turns per radian: 2/π
-ROUNDER = tl.constexpr(12582912.0)  # 1.5 · 2^23: what is added to it loses its fraction
-# π/2 in pieces of 11, 11, 11 and 24 bits, from the top: exact with a fused multiply-add and without one.
+ROUNDER = tl.constexpr(12582912.0)  # 1.5 · 2^23: adding it rounds a float32 to an integer
+# π/2 in pieces of 11, 11, 11 and 24 bits, highest first: products are exact with fused multiply-adds and without them.
 QUARTER_A, QUARTER_B = tl.constexpr(1.5703125), tl.constexpr(0.0004837512969970703)
 QUARTER_C, QUARTER_D = tl.constexpr(7.549533620476723e-08), tl.constexpr(2.5633440682570896e-12)
-# (sin r - r) / r^3 and (cos r - 1 + r^2/2) / r^4 in powers of r^2, minimax on [-0.7875, 0.7875]: π/4, and what rounding
-# the number of quarters adds. Fitted by iteratively reweighted least squares to relative errors of 2^-27.9 and 2^-33.
+# (sin r - r) / r^3 and (cos r - 1 + r^2/2) / r^4 in powers of r^2, minimax on [-0.7875, 0.7875], which is π/4 and the
+# rounding of the quarter turns. Fitted by iteratively reweighted least squares to relative errors of 2^-27.9 and 2^-33.
 SIN_3, SIN_5, SIN_7 = (tl.constexpr(c) for c in (-0.16666653752326965, 0.00833214819431305, -0.0001951353915501386))
 COS_4, COS_6, COS_8 = (tl.constexpr(c) for c in (0.04166664555668831, -0.0013887298991903663, 2.443116500217002e-05))
 
@@ -43,11 +42,11 @@ NORMAL_DENSITY_AT_0 = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2π)
 
 
 def activate(pre_tnr: Tensor, x_f_nw: Tensor, periodic: int, gelu: bool) -> Tensor | None:
-    """Write [cos p, sin p, g] of one output; returns g [n, v] where backward needs it (`gelu`).
+    """Write [cos p, sin p, g] of one output, and return g, [n, v], with `gelu`, whose gradient needs it.
 
     Args:
-        pre_tnr: p | g of every rank, of which `periodic` columns are p; float32, bfloat16 or float16.
-        x_f_nw: the output, contiguous.
+        pre_tnr: p | g of every rank; the first `periodic` columns are p; float32, bfloat16 or float16.
+        x_f_nw: the output to write, contiguous.
     """
     ranks, tokens, rows = pre_tnr.shape
     pre_tnr = _with_rows(pre_tnr)
@@ -59,13 +58,13 @@ def activate(pre_tnr: Tensor, x_f_nw: Tensor, periodic: int, gelu: bool) -> Tens
 
 
 def differentiate(x_f_nw: Tensor, grad_nw: Tensor, g_nv: Tensor | None, grad_pre_tnr: Tensor, periodic: int) -> None:
-    """Write the gradient of p | g of every rank, from an output's gradient and the output (and g, with gelu).
+    """Write the gradient of p | g of every rank.
 
     Args:
-        x_f_nw: what `activate` wrote, contiguous.
-        grad_nw: its gradient, with any strides.
-        g_nv: what `activate` returned.
-        grad_pre_tnr: the gradient to be written, of which `periodic` columns are p's, with consecutive columns.
+        x_f_nw: the output of `activate`, contiguous.
+        grad_nw: the gradient of `x_f_nw`, with any strides.
+        g_nv: the result of `activate`.
+        grad_pre_tnr: the gradient to write, with consecutive columns; the first `periodic` columns are p's.
     """
     ranks, tokens, rows = grad_pre_tnr.shape
     grad_nw = _with_rows(grad_nw)
@@ -78,12 +77,13 @@ def differentiate(x_f_nw: Tensor, grad_nw: Tensor, g_nv: Tensor | None, grad_pre
 
 
 def _with_rows(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy of it whose columns are consecutive and whose rows are near each other."""
-    near = tensor.stride(-1) == 1 and tensor.stride(-2) <= LARGEST_ROW_STRIDE
-    return tensor if near else tensor.contiguous()
+    """Return a tensor with consecutive columns and a row stride that kernels can take: the tensor itself, or a copy."""
+    is_supported = tensor.stride(-1) == 1 and tensor.stride(-2) <= LARGEST_ROW_STRIDE
+    return tensor if is_supported else tensor.contiguous()
 
 
 def _tiling(pre_tnr: Tensor, periodic: int) -> tuple[tuple[int], dict[str, int]]:
+    """Return the grid of programs, and the constants of a tile that the kernels take."""
     ranks, tokens, rows = pre_tnr.shape
     columns = min(TILE_COLUMNS, triton.next_power_of_2(max(periodic, rows - periodic)))
     tile_tokens = max(1, TILE_BYTES // (pre_tnr.element_size() * max(columns, 2)))
@@ -94,14 +94,14 @@ def _tiling(pre_tnr: Tensor, periodic: int) -> tuple[tuple[int], dict[str, int]]
 
 @triton.jit
 def _cos_sin(phase):
-    """Return cos and sin of float32 phases up to LARGEST_REDUCED; NaN stays NaN."""
+    """Return cos and sin of float32 phases whose magnitude is at most LARGEST_REDUCED; NaN stays NaN."""
     shifted = phase * QUARTERS + ROUNDER
     turns = shifted - ROUNDER
     r = ((phase - turns * QUARTER_A) - turns * QUARTER_B - turns * QUARTER_C) - turns * QUARTER_D
     square = r * r
     near_sin = r + r * square * (SIN_3 + square * (SIN_5 + square * SIN_7))
     near_cos = 1.0 - (0.5 * square - square * square * (COS_4 + square * (COS_6 + square * COS_8)))
-    quarter = shifted.to(tl.int32, bitcast=True)  # its last two bits are those of the number of quarters
+    quarter = shifted.to(tl.int32, bitcast=True)  # the last two bits are those of the number of quarters
     odd = (quarter & 1) != 0
     cos, sin = tl.where(odd, near_sin, near_cos), tl.where(odd, near_cos, near_sin)
     return tl.where(((quarter + 1) & 2) != 0, -cos, cos), tl.where((quarter & 2) != 0, -sin, sin)
@@ -109,9 +109,7 @@ def _cos_sin(phase):
 
 @triton.jit
 def _place(tokens, RANKS: tl.constexpr, BLOCKS: tl.constexpr, TILE_TOKENS: tl.constexpr):
-    """Return this program's block of columns, its rank, its first token, the tile's rows, and which of them are
-    tokens.
-    """
+    """Return this program's block of columns, rank and first token, the rows of its tile, and which rows are tokens."""
     program = tl.program_id(0)
     # 64 bits: a tensor may have more than 2^31 elements
     first = (program // (BLOCKS * RANKS)).to(tl.int64) * TILE_TOKENS
@@ -144,13 +142,13 @@ def _fan_activate(
             tl.store(cos_at + rows * WIDTH, cos.to(kind), mask=mask)
             tl.store(cos_at + rows * WIDTH + RANKS * P, sin.to(kind), mask=mask)
         else:
-            # Right for every phase, but slow. A token at a time, or its code would take the registers of all tiles; a
-            # model in training never gets here.
+            # Correct for every phase, but slow; a model in training never gets here. One token at a time: for a whole
+            # tile, this code would take registers from the fast path, too.
             for row in range(TILE_TOKENS):
-                there = (columns < P) & (row < tokens - first)
-                large = tl.load(pre + row * PRE_STRIDE + columns, mask=there, other=0.0).to(tl.float32)
-                tl.store(cos_at + row * WIDTH, tl.cos(large).to(kind), mask=there)
-                tl.store(cos_at + row * WIDTH + RANKS * P, tl.sin(large).to(kind), mask=there)
+                is_column = (columns < P) & (row < tokens - first)
+                large = tl.load(pre + row * PRE_STRIDE + columns, mask=is_column, other=0.0).to(tl.float32)
+                tl.store(cos_at + row * WIDTH, tl.cos(large).to(kind), mask=is_column)
+                tl.store(cos_at + row * WIDTH + RANKS * P, tl.sin(large).to(kind), mask=is_column)
     else:
         columns += (block - P_BLOCKS) * TILE_COLUMNS
         mask = is_token & (columns < G)

@@ -1,4 +1,4 @@
-"""Operations on whole matrices: norms, products that are added to a wider type, the orthogonal factor of Muon.
+"""Operations on whole matrices: norms, products that are added to sums of a wider type, orthogonalization for Muon.
 
 Shapes: n tokens, o a weight's output rows, h its input width.
 """
@@ -11,20 +11,20 @@ from torch import Tensor
 from megatron_fanformer.ops import cpu_kernels
 
 TERMS = 4096
-"""Squares of a float32 sum. torch's norm adds all of a tensor's in float32 on a CPU, which loses what is added to a
-sum that has grown: the norm of 25 million numbers came out 1.4e-3 too small (torch 2.13, any instruction set). In parts
-of 4,096, added up in float64, it is off by 1e-9, in the same time."""
+"""Number of squares that are summed in float32. On a CPU, torch's norm sums all squares in float32, and a large sum
+loses small terms: the norm of 25 million numbers came out 1.4e-3 too small (torch 2.13, any instruction set). If sums
+of 4,096 squares are added up in float64, the error is 1e-9, in the same time."""
 ROWS_A_BLOCK = 4096
-"""Rows of a weight's gradient that are held twice where the product cannot add to a float32 one."""
-PROBE_SIZE = 16  # a multiple that every kernel takes
-# Newton-Schulz steps of Keller Jordan's Muon (2024), as torch.optim.Muon and Megatron-LM have them. They rise steeply
-# at 0, and leave singular values between about 0.7 and 1.2 in place of 1.
+"""Rows of a product that is computed apart and then added, if it cannot be added to a float32 sum at once."""
+PROBE_SIZE = 16  # every kernel takes multiples of this
+# Newton-Schulz steps of Keller Jordan's Muon (2024), as in torch.optim.Muon and Megatron-LM. The polynomial is steep at
+# 0, and leaves singular values between about 0.7 and 1.2 in place of 1.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPSILON = 1e-7
 
 
 def norm(tensor: Tensor) -> Tensor:
-    """Return the square root of the sum of all elements' squares, a float64 scalar on the tensor's device."""
+    """Return the Euclidean norm of all elements, a float64 scalar on the tensor's device."""
     flat = tensor.detach().reshape(-1)
     whole = flat.numel() // TERMS * TERMS
     rows = flat[:whole].view(-1, TERMS), flat[None, whole:]
@@ -33,12 +33,12 @@ def norm(tensor: Tensor) -> Tensor:
 
 
 def add_product(sum_oh: Tensor, grad_no: Tensor, x_nh: Tensor) -> None:
-    """Add the product of the second, transposed, and the third, with sums in the accumulator's type where possible."""
+    """Add grad^T x to `sum_oh` in place; terms are summed in the type of `sum_oh` where a kernel can do that."""
     if sum_oh.dtype == x_nh.dtype:
         sum_oh.addmm_(grad_no.t(), x_nh)
     elif adds_to_wider(sum_oh.dtype, x_nh.dtype, sum_oh.device):
         torch.addmm(sum_oh, grad_no.t(), x_nh, out_dtype=sum_oh.dtype, out=sum_oh)
-    elif cpu_kernels.reaches_product(sum_oh, grad_no, x_nh):
+    elif cpu_kernels.can_take_product(sum_oh, grad_no, x_nh):
         cpu_kernels.add_product(sum_oh, grad_no, x_nh)
     else:
         for sums, grad in zip(sum_oh.split(ROWS_A_BLOCK), grad_no.split(ROWS_A_BLOCK, dim=1), strict=True):
@@ -47,9 +47,9 @@ def add_product(sum_oh: Tensor, grad_no: Tensor, x_nh: Tensor) -> None:
 
 @functools.cache
 def adds_to_wider(wide: torch.dtype, narrow: torch.dtype, device: torch.device) -> bool:
-    """Return whether torch can add a product to a sum of a wider type, in place: tried once, on a small one.
+    """Return whether torch can add a product to a sum of a wider type in place, by trying it once on small matrices.
 
-    It can on CUDA, since a change of November 2025 (pytorch/pytorch#167931); before it raised, or lost the sum.
+    On CUDA it can since November 2025 (pytorch/pytorch#167931); before, it raised an error, or lost the sum.
     """
     sums = torch.ones(PROBE_SIZE, PROBE_SIZE, dtype=wide, device=device)
     ones = torch.ones(PROBE_SIZE, PROBE_SIZE, dtype=narrow, device=device)
@@ -61,11 +61,11 @@ def adds_to_wider(wide: torch.dtype, narrow: torch.dtype, device: torch.device) 
 
 
 def orthogonalize(matrix: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
-    """Return U V^T of U S V^T, of a matrix [m, n] of any type; in `dtype`, of which its products are, too."""
+    """Return approximately U V^T of a matrix U S V^T, [m, n]; the products and the result are in `dtype`."""
     is_tall = matrix.shape[0] > matrix.shape[1]
-    matrix = matrix.to(dtype)  # as it is where ranks exchange it: one rank's numbers are those of many
+    matrix = matrix.to(dtype)  # ranks exchange matrices in this type: so one rank computes the same numbers as many
     length = torch.linalg.vector_norm(matrix, dtype=torch.float32).clamp_min(EPSILON)
-    x = (matrix.t() if is_tall else matrix) / length  # no singular value above 1
+    x = (matrix.t() if is_tall else matrix) / length  # now no singular value is above 1
     first, third, fifth = COEFFICIENTS
     for _ in range(steps):
         gram = x @ x.t()

@@ -1,4 +1,4 @@
-"""Support for this project's Triton kernels: which tensors they accept, and whether Triton can run them."""
+"""Support for this project's Triton kernels: which tensors they take, and whether Triton can run here."""
 
 import functools
 import subprocess
@@ -16,30 +16,30 @@ PROBE_SOURCE = f"""
 static struct PyModuleDef module = {{PyModuleDef_HEAD_INIT, "{PROBE}", NULL, -1, NULL}};
 PyMODINIT_FUNC PyInit_{PROBE}(void) {{ return PyModule_Create(&module); }}
 """
-"""A Python module in C, as small as can be: Triton builds one to reach a GPU, and keeps it in its cache."""
+"""The smallest Python module in C: to launch kernels, Triton must be able to build such modules."""
 
-_reached_devices = {"cuda"}
+_devices = {"cuda"}
 
 
-def triton_reaches(tensor: Tensor) -> bool:
-    """Return whether a kernel can run on this tensor, if Triton can run any."""
-    return tensor.device.type in _reached_devices and tensor.dtype in KERNEL_TYPES
+def triton_takes(tensor: Tensor) -> bool:
+    """Return whether kernels can take this tensor, provided that Triton runs (`has_triton`)."""
+    return tensor.device.type in _devices and tensor.dtype in KERNEL_TYPES
 
 
 @contextmanager
-def reaching(device: str) -> Iterator[None]:
-    """Let kernels run on tensors of this device, too: on "cpu" in a process in which Triton interprets them."""
-    added = {device} - _reached_devices
-    _reached_devices.update(added)
+def triton_on(device: str) -> Iterator[None]:
+    """Let kernels take tensors of this device, too: of "cpu" in a process with Triton's interpreter."""
+    added = {device} - _devices
+    _devices.update(added)
     try:
         yield
     finally:
-        _reached_devices.difference_update(added)
+        _devices.difference_update(added)
 
 
 @functools.cache
 def has_triton(user: str) -> bool:
-    """Return whether Triton can run kernels; if not, a warning says once that `user` does without it."""
+    """Return whether Triton can run kernels; if not, warn once that `user`, the start of a sentence, does without."""
     problem = _problem()
     if problem:
         warnings.warn(f"{user} in PyTorch, at a fraction of a kernel's speed, since {problem}", stacklevel=2)
@@ -47,6 +47,7 @@ def has_triton(user: str) -> bool:
 
 
 def _problem() -> str | None:
+    """Return why Triton cannot run kernels, or None."""
     try:
         import triton
         from triton.runtime.build import compile_module_from_src
@@ -58,7 +59,7 @@ def _problem() -> str | None:
         compile_module_from_src(PROBE_SOURCE, PROBE, [], [], [])
     except (RuntimeError, subprocess.CalledProcessError) as error:
         return (
-            f"Triton cannot build the C code that launches one ({error}); install a C compiler, such as gcc, and "
+            f"Triton cannot build the C code that launches a kernel ({error}); install a C compiler, such as gcc, and "
             "Python's header files"
         )
     return None

@@ -49,7 +49,7 @@ def grid() -> Iterator[Any]:
 @pytest.mark.parametrize("vocabulary", [1, 250, 50_304, 128_257])
 def test_the_kernel_is_the_torch_form(vocabulary: int, dtype: torch.dtype) -> None:
     logits = (5 * torch.randn(37, vocabulary, device="cuda")).to(dtype)
-    kernel = cross_entropy._kernel()
+    kernel = cross_entropy._triton_kernel()
     assert kernel is not None
     found, expected = logits.clone(), logits.clone()
     greatest_c, sum_c = kernel(found)

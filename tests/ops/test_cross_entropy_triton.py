@@ -19,7 +19,7 @@ ROUNDING = {("torch", torch.bfloat16): 2**-8, ("kernel", torch.bfloat16): 2**-7}
 
 def turned(form: str, logits_cv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What the logits are turned to, the greatest and the sums."""
-    exponentials = cross_entropy._kernel() if form == "kernel" else cross_entropy.exponentials_in_torch
+    exponentials = cross_entropy._triton_kernel() if form == "kernel" else cross_entropy.exponentials_in_torch
     assert exponentials is not None
     greatest_c, sum_c = exponentials(logits_cv)
     return logits_cv, greatest_c, sum_c

@@ -33,7 +33,7 @@ def run(request: pytest.FixtureRequest) -> Callable[..., Any]:
 
 
 def with_kernel(check: Callable[..., Any], *arguments: Any) -> Any:
-    form = fan_activation._kernel()
+    form = fan_activation._triton_kernel()
     assert form is not None
     return check(form, *arguments)
 
@@ -84,7 +84,7 @@ def layers_output_and_gradient(gelu: bool, kernel: bool) -> list[torch.Tensor]:
 
     activation = Activation(FANShard(1, 0, (FANOutput(5, 9), FANOutput(2, 4))), None, gelu)
     pre = torch.randn(7, 2, 20, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    with triton_support.reaching("cpu") if kernel else nullcontext():
+    with triton_support.triton_on("cpu") if kernel else nullcontext():
         made = FANActivation.apply(pre, activation)
         cotangents = [torch.randn(x.shape, generator=torch.Generator().manual_seed(1)) for x in made]
         (gradient,) = torch.autograd.grad(made, pre, cotangents)
@@ -112,7 +112,7 @@ def test_a_missing_triton_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def assert_pytorch_serves(reason: str) -> None:
     triton_support.has_triton.cache_clear()
     try:
-        with triton_support.reaching("cpu"), pytest.warns(UserWarning, match=reason):
+        with triton_support.triton_on("cpu"), pytest.warns(UserWarning, match=reason):
             assert fan_activation.implementation_for(torch.empty(1)) is fan_activation.EAGER
     finally:
         triton_support.has_triton.cache_clear()
