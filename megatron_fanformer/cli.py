@@ -67,21 +67,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python, when it ends, reports that it cannot write
         return 128 + signal.SIGPIPE
-    except KeyboardInterrupt:
-        return _report("stopped by the keyboard", 1)
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         if debug:
             print(getattr(error, "rank_traceback", "") or traceback.format_exc(), file=sys.stderr)
         message, code = _describe(error)
-        return code if getattr(error, "already_reported", False) else _report(message, code)
+        if not getattr(error, "already_reported", False) and not launched_here():  # else the launcher prints it
+            for line in escaped(redacted(message)).split("\n"):
+                print_stderr(f"{PROGRAM}: {line}")
+        return code
     return 0
 
 
 def read_command(arguments: Sequence[str]) -> tuple[Verb[Any], Any]:
     """Return the verb of a command line, and the verb's options.
 
-    Raises:
-        InputError: an argument is unknown, missing or wrong.
+    Raises InputError if an argument is unknown, missing or wrong.
     """
     if arguments and arguments[0] in REMOVED:
         raise InputError(f"{arguments[0]} is no verb any more; {REMOVED[arguments[0]]}")
@@ -95,21 +95,15 @@ def read_command(arguments: Sequence[str]) -> tuple[Verb[Any], Any]:
     return verb, verb.read(vars(given), rest, arguments)
 
 
-def _report(message: str, exit_code: int) -> int:
-    """Print an error, and return the exit code; in a rank that this program launched, the launcher prints it."""
-    if not launched_here():
-        for line in escaped(redacted(message)).split("\n"):
-            print_stderr(f"{PROGRAM}: {line}")
-    return exit_code
-
-
-def _describe(error: Exception) -> tuple[str, int]:
+def _describe(error: BaseException) -> tuple[str, int]:
     """Return the message and the exit code for an error; an OSError of a path is the user's, or the machine's."""
     if isinstance(error, FanformerError):
         return str(error), error.exit_code
     if isinstance(error, ModuleNotFoundError):
         message = f"package {error.name} is not installed for {sys.executable}; activate .venv, or make install"
         return message, InputError.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped by the keyboard", 1
     if not isinstance(error, OSError):
         return f"{type(error).__name__}: {error} (--debug shows where)", 1
     reason = error.strerror or str(error)

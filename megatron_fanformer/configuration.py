@@ -148,8 +148,7 @@ _Loader.add_implicit_resolver(
 def yaml_value(text: str) -> Any:
     """Return the plain value of a YAML text.
 
-    Raises:
-        ValueError: the text is not valid YAML; the message says why, on one line.
+    Raises ValueError if the text is not valid YAML; the message says why, on one line.
     """
     try:
         return yaml.load(text, _Loader)
@@ -161,25 +160,17 @@ def yaml_value(text: str) -> Any:
 def read_plain_values(file: Path) -> Any:
     """Return the plain values in an untrusted file: JSON if its name ends in .json, else YAML.
 
-    Raises:
-        OSError: the file cannot be read, is no regular file, or is larger than 1 MiB.
-        ValueError: the file is not valid YAML or JSON.
+    Raises OSError if the file cannot be read, is no regular file or has more than 1 MiB, ValueError if it is not valid.
     """
     text = regular_file(file, most_bytes=MOST_BYTES).read_text(encoding="utf-8")
-    if file.suffix != ".json":
-        return yaml_value(text)
     try:
-        return json.loads(text)
+        return json.loads(text) if file.suffix == ".json" else yaml_value(text)
     except RecursionError as error:
         raise ValueError(str(error)) from None
 
 
 def read_values(file: Path) -> dict[str, Any]:
-    """Return the sections in a user's YAML file.
-
-    Raises:
-        InputError: the file cannot be read, or holds no sections.
-    """
+    """Return the sections in a user's YAML file. Raises InputError if it cannot be read, or holds no sections."""
     try:
         values = yaml_value(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -271,10 +262,9 @@ def moved_names(values: Mapping[str, Any], moves: Mapping[str, str]) -> tuple[di
 
 
 class FieldDescription(NamedTuple):
-    """A field of a configuration for documentation."""
+    """A field of a configuration for documentation; its name is dotted."""
 
     name: str
-    """The field's dotted name."""
     type: str
     default: str | None
     """The default as YAML writes it; None for a field that must be given."""

@@ -29,8 +29,7 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 def regular_file(path: Path, *, most_bytes: int | None = None) -> Path:
     """Check that a path is a regular file, and return the path.
 
-    Raises:
-        OSError: the path does not exist, is a folder, a pipe, a socket or a device, or has more than `most_bytes`.
+    Raises OSError if the path does not exist, is a folder, a pipe, a socket or a device, or has over `most_bytes`.
     """
     status = path.stat()
     if stat.S_ISDIR(status.st_mode):
@@ -43,11 +42,7 @@ def regular_file(path: Path, *, most_bytes: int | None = None) -> Path:
 
 
 def write_atomically(path: Path, content: str | bytes, *, aside: Path | None = None) -> None:
-    """Write a small file, or replace it, atomically.
-
-    Args:
-        aside: the folder for the hidden file until it is renamed; by default the folder of `path`.
-    """
+    """Write or replace a small file atomically; its hidden file stands in the folder `aside` until it is renamed."""
     partial = temporary_name((aside or path.parent) / path.name)
     try:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -57,11 +52,7 @@ def write_atomically(path: Path, content: str | bytes, *, aside: Path | None = N
 
 
 def file_problems(**options: Path | None) -> list[str]:
-    """Return one line for each option that names a file which could not be written: it, or its folder, is none.
-
-    Args:
-        options: the files by the names of their options; None if an option is not given.
-    """
+    """Return one line for each option whose file could not be written: it is a folder, or is in none that exists."""
     return [
         f"--{name} {path} is not a file in a folder that exists; create the folder, or name another"
         for name, path in options.items()
@@ -90,8 +81,7 @@ def temporary_name(path: Path) -> Path:
 def new_folder(destination: Path) -> Iterator[Path]:
     """Yield a new folder to fill. It is renamed to `destination` when the block ends, and removed if the block fails.
 
-    Raises:
-        InputError: `destination` already exists.
+    Raises InputError if `destination` already exists.
     """
     if destination.exists():
         raise InputError(f"{destination} already exists; name another destination, or remove it")

@@ -71,8 +71,7 @@ class Verb(Generic[Options]):
             given: the parsed values by the names of their fields, without those that the command line does not state.
             rest: the arguments that the parser does not know: overrides, if the verb takes them.
 
-        Raises:
-            InputError: an argument is unknown, an option has no effect, or a value breaks the option's rule.
+        Raises InputError if an argument is unknown, an option has no effect, or a value breaks the option's rule.
         """
         fields = {entry.name: entry for entry in dataclasses.fields(self.options)}  # type: ignore[arg-type]
         unknown = [word for word in rest if word in self.removed or "overrides" not in fields]
@@ -130,8 +129,7 @@ def argument(default: Any = MISSING, **shape: Any) -> Any:
 def count(text: str) -> int:
     """Read a number of tokens, bytes or steps, with or without a factor: 3.9T, 300B, 10G, 15M, 20K, 9001.
 
-    Raises:
-        ArgumentTypeError: the text is no number, or not an integer from 1 to 10^18.
+    Raises ArgumentTypeError if the text is no number, or not an integer from 1 to 10^18.
     """
     match = _COUNT.fullmatch(text)
     number = Decimal(match[1]) * _FACTORS[match[2].upper()] if match else Decimal(0)

@@ -77,11 +77,7 @@ def signals_to(handler: Callable[[signal.Signals], None]) -> Iterator[None]:
 def ended_by_stop_signals(outcome: str = NOTHING_LOST) -> Iterator[None]:
     """End the block by an error on the first signal to stop; ignore later signals, and signals to save.
 
-    Args:
-        outcome: the end of the error's line, after the signal's name: what was lost, and how to go on.
-
-    Raises:
-        Interrupted: a signal to stop ended the block.
+    Raises Interrupted if a signal ended the block; `outcome` follows the signal's name in the message.
     """
     received: list[signal.Signals] = []
 
