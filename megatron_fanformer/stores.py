@@ -36,8 +36,10 @@ def is_url(path: str | Path) -> bool:
     return _SCHEME.match(str(path)) is not None
 
 
-def url_problem(name: str, url: str) -> str | None:
+def url_problem(name: str, url: str | None) -> str | None:
     """Return the problem with a configuration's URL of a folder, or None; `name` is the field."""
+    if url is None:
+        return None
     if not is_url(url) or url.startswith("memory:") or "::" in url:
         return f"{name} is {redacted(url)}; it must be a folder's URL, such as s3://bucket/run or file:///disk/run"
     return password_problem(name, url)

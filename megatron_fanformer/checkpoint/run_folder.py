@@ -83,9 +83,7 @@ class CheckpointConfig:
             if (value := getattr(self, name)) is not None and value < 1
         ]
         urls = {"mirror": self.mirror, "load": self.load if self.load and is_url(self.load) else None}
-        problems += filter(
-            None, (url_problem(f"checkpoint.{name}", url) for name, url in urls.items() if url is not None)
-        )
+        problems += filter(None, (url_problem(f"checkpoint.{name}", url) for name, url in urls.items()))
         return problems
 
 

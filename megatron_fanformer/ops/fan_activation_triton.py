@@ -51,7 +51,7 @@ def activate(pre_tnr: Tensor, x_f_nw: Tensor, periodic: int, gelu: bool) -> Tens
     ranks, tokens, rows = pre_tnr.shape
     pre_tnr = _with_rows(pre_tnr)
     g_nv = pre_tnr.new_empty(tokens, ranks * (rows - periodic)) if gelu else None
-    grid, tile = _tiling(pre_tnr, periodic)
+    grid, tile = _grid_and_tile(pre_tnr, periodic)
     sizes = {"RANKS": ranks, "P": periodic, "G": rows - periodic, "GELU": gelu, "PRE_STRIDE": pre_tnr.stride(1)}
     _fan_activate[grid](pre_tnr, x_f_nw, g_nv, tokens, pre_tnr.stride(0), **sizes, **tile)
     return g_nv
@@ -68,7 +68,7 @@ def differentiate(x_f_nw: Tensor, grad_nw: Tensor, g_nv: Tensor | None, grad_pre
     """
     ranks, tokens, rows = grad_pre_tnr.shape
     grad_nw = _with_rows(grad_nw)
-    grid, tile = _tiling(grad_pre_tnr, periodic)
+    grid, tile = _grid_and_tile(grad_pre_tnr, periodic)
     sizes = {"RANKS": ranks, "P": periodic, "G": rows - periodic, "GELU": g_nv is not None}
     strides = {"GRAD_STRIDE": grad_nw.stride(0), "GRAD_PRE_STRIDE": grad_pre_tnr.stride(1)}
     _fan_differentiate[grid](
@@ -82,8 +82,7 @@ def _with_rows(tensor: Tensor) -> Tensor:
     return tensor if is_supported else tensor.contiguous()
 
 
-def _tiling(pre_tnr: Tensor, periodic: int) -> tuple[tuple[int], dict[str, int]]:
-    """Return the grid of programs, and the constants of a tile that the kernels take."""
+def _grid_and_tile(pre_tnr: Tensor, periodic: int) -> tuple[tuple[int], dict[str, int]]:
     ranks, tokens, rows = pre_tnr.shape
     columns = min(TILE_COLUMNS, triton.next_power_of_2(max(periodic, rows - periodic)))
     tile_tokens = max(1, TILE_BYTES // (pre_tnr.element_size() * max(columns, 2)))
