@@ -34,7 +34,6 @@ ANY_FIELD = (
     f"`{PROGRAM} config` lists every field."
 )
 """Notes in the help of a verb that takes any field of the configuration."""
-NO_OPTIONS = ("overrides", "command_line")
 
 _COUNT = re.compile(r"(\d[\d_]*(?:\.\d+)?)([KMGBT]?)", re.ASCII | re.IGNORECASE)
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
@@ -157,7 +156,7 @@ def add_options(parser: argparse.ArgumentParser, owner: type) -> None:
     hints, texts = get_type_hints(owner), field_texts(owner)
     groups: dict[str | None, Any] = {None: parser}
     for entry in dataclasses.fields(owner):
-        if entry.name in NO_OPTIONS:
+        if entry.name in ("overrides", "command_line"):
             continue
         shape = entry.metadata
         key = shape.get("exclusive") or shape.get("group")

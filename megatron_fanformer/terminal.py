@@ -83,11 +83,10 @@ def phases(first: str) -> Iterator[Report]:
 
     def report(phase: str, _progress: str = "") -> None:
         nonlocal current, started
-        if phase == current:
-            return
-        if current:
-            print_stderr(f"{current}: {time.monotonic() - started:.1f} s")
-        current, started = phase, time.monotonic()
+        if phase != current:
+            if current:
+                print_stderr(f"{current}: {time.monotonic() - started:.1f} s")
+            current, started = phase, time.monotonic()
 
     yield report
     report("")
