@@ -1,5 +1,5 @@
-"""A model's weights in other formats: the authors' reference and Hugging Face.
+"""Converts a model's weights between this project's checkpoints, the authors' format, Hugging Face's and Megatron-LM's.
 
-The canonical form is Megatron's, as in this project's checkpoints. `name_table` holds all names, `reference` and
-`huggingface` read and write folders, and `recognition` answers which kind of model or data is at a path.
+`name_table` has all names of tensors and converts by way of Megatron's; `reference` and `huggingface` read and write
+folders, `megatron_lm` reads them, and `recognition` tells which kind of model or data is at a path.
 """

@@ -1,4 +1,4 @@
-"""A checkpoint of any format: opened without reading weights, and written from tensors of its format."""
+"""Checkpoints of any format: opens one without reading weights, and writes one from tensors of its format."""
 
 import dataclasses
 from pathlib import Path
@@ -11,7 +11,7 @@ from megatron_fanformer.convert import huggingface, reference
 from megatron_fanformer.convert.megatron_lm import LEFT_OUT, open_megatron_lm
 from megatron_fanformer.convert.model_card import Extras
 from megatron_fanformer.convert.name_table import Format
-from megatron_fanformer.convert.recognition import DESCRIPTIONS, MODELS, checkpoint_of, recognise
+from megatron_fanformer.convert.recognition import DESCRIPTIONS, MODELS, checkpoint_of, recognize
 from megatron_fanformer.convert.weight_files import weight_files
 from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA, attached_files
 from megatron_fanformer.errors import InputError
@@ -30,28 +30,28 @@ class Checkpoint(NamedTuple):
     tokenizer: Path | None
     """The tokenizer's file, if there is one."""
     notes: tuple[str, ...] = ()
-    """Notes on its conversion, one line each."""
+    """Notes for whoever converts the checkpoint, one line each."""
     progress: SavedProgress | None = None
     """Progress of a run of Megatron-LM, where its arguments state it; ours is in a file."""
     end_of_text_id: int | None = None
-    """The id that ends a text, where the configuration states one; in checkpoints of ours only the tokenizer does."""
+    """The id that ends a text, as the configuration states it; None in checkpoints of ours: only the tokenizer does."""
 
     def weight_files(self) -> list[Path]:
-        """Return the files of the tensors."""
+        """Return the files that hold the tensors."""
         return sorted(self.path.glob("*.distcp")) if self.format == "megatron" else weight_files(self.path)
 
 
 def open_checkpoint(source: Path, config: Path | None = None) -> Checkpoint:
-    """Recognise a checkpoint, and read everything but its tensors.
+    """Recognize a checkpoint, and read everything but its tensors.
 
     Args:
         config: a configuration file whose section `model` has the fields that a checkpoint of Megatron-LM lacks.
 
     Raises:
-        InputError: it is not of a kind that holds a model, or its model cannot be built here.
-        CorruptError: it is damaged, or holds more than data.
+        InputError: the path holds no model, or this package cannot build the model.
+        CorruptError: the checkpoint is damaged, or a file holds code where only data belong.
     """
-    target = recognise(source, MODELS)
+    target = recognize(source, MODELS)
     folder = checkpoint_of(target)
     tokenizer = run_folder.attached_tokenizer(folder)
     if target.kind == "megatron-lm":
@@ -63,13 +63,14 @@ def open_checkpoint(source: Path, config: Path | None = None) -> Checkpoint:
             f"{DESCRIPTIONS[target.kind]}; leave it out"
         )
     if target.kind == "hf":
-        *_, end = huggingface.stated_model(folder)
-        return Checkpoint("hf", folder, *huggingface.open_huggingface(folder), tokenizer, end_of_text_id=end)
+        _, _, end_id = huggingface.stated_model(folder)
+        return Checkpoint("hf", folder, *huggingface.open_huggingface(folder), tokenizer, end_of_text_id=end_id)
     if target.kind == "reference":
         model, tensors = reference.open_reference(folder)
-        notes = (f"{LEFT_OUT} ({', '.join(left)})",) if (left := reference.optimizer_files(folder)) else ()
-        end = reference.stated_end_of_text_id(folder)
-        return Checkpoint("reference", folder, model, tensors, tokenizer, notes, end_of_text_id=end)
+        left_out = [name for name in reference.OPTIMIZER_FILES if (folder / name).exists()]
+        notes = (f"{LEFT_OUT} ({', '.join(left_out)})",) if left_out else ()
+        end_id = reference.stated_end_of_text_id(folder)
+        return Checkpoint("reference", folder, model, tensors, tokenizer, notes, end_of_text_id=end_id)
     model, tensors = run_folder.saved_model(folder), open_full_tensors(folder)
     return Checkpoint("megatron", folder, model, tensors, tokenizer)
 
@@ -77,10 +78,10 @@ def open_checkpoint(source: Path, config: Path | None = None) -> Checkpoint:
 def write_checkpoint(
     format: Format, folder: Path, config: FANformerConfig, tensors: LazyTensors, extras: Extras
 ) -> None:
-    """Write a model into an empty folder; each tensor is requested once, in turn.
+    """Write a model into an empty folder, requesting one tensor after the other.
 
     Raises:
-        InputError: the tokenizer does not fit, or the shard size is invalid.
+        InputError: the tokenizer does not fit the model, or the shard size is invalid.
     """
     if format == "hf":
         huggingface.write_huggingface(folder, config, tensors, extras)
@@ -90,9 +91,9 @@ def write_checkpoint(
         return
     saved: dict[str, Any] = {"model": dataclasses.asdict(config)}
     dtype = next(iter(meta_of(tensors).values())).dtype
-    names = {torch_dtype(name): name for name in ("fp32", "bf16")}
-    if dtype in names:  # one that a run may have
-        saved["precision"] = {"dtype": names[dtype]}
+    run_dtypes = {torch_dtype(name): name for name in ("fp32", "bf16")}
+    if dtype in run_dtypes:  # no run has another type
+        saved["precision"] = {"dtype": run_dtypes[dtype]}
     template = extras.chat_template if extras.tokenizer else None
     if template is not None:
         (folder / CHAT_TEMPLATE_JINJA).write_text(template, encoding="utf-8")

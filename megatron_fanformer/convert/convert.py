@@ -1,4 +1,4 @@
-"""`convert`: any kind of checkpoint into any other, one tensor at a time, with a receipt."""
+"""`convert`: turns a checkpoint of any kind into any other kind, one tensor at a time, and writes a receipt."""
 
 import json
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from megatron_fanformer.convert.checkpoints import Checkpoint, open_checkpoint, 
 from megatron_fanformer.convert.model_card import MAX_SHARD_SIZE, RECEIPT, Extras
 from megatron_fanformer.convert.name_table import Format, convert
 from megatron_fanformer.convert.receipt import receipt, verify
-from megatron_fanformer.convert.reference import beyond_reference
+from megatron_fanformer.convert.reference import unsupported_part
 from megatron_fanformer.convert.tokenizer_files import adds_special_tokens, check_fits
 from megatron_fanformer.data.chat_template import template_of
 from megatron_fanformer.data.tokenizer import load_tokenizer, note_of_end, tokenizer_file
@@ -32,24 +32,26 @@ def convert_checkpoint(
     max_shard_size: str = MAX_SHARD_SIZE,
     verified: bool = True,
 ) -> list[str]:
-    """Convert a source, whose kind is recognised, into a new folder, which appears once it is verified.
+    """Convert a checkpoint of any kind into a new folder, which appears only after verification.
 
-    The other arguments are the fields of `ConvertOptions`. A stated tokenizer brings the chat template beside it;
-    without either, the source's stays. Returns lines for a terminal.
+    The keyword arguments are the fields of `ConvertOptions`. A chat template beside `tokenizer` replaces the source's.
+    Returns lines for a terminal.
 
     Raises:
         InputError: the source is not a checkpoint, the destination exists, the tokenizer is missing, unreadable or
-            does not fit, or a size or the end-of-text id is invalid.
-        CorruptError: the source is damaged, or a check failed; there is no destination then.
+            does not fit the model, or a size or the end-of-text id is invalid.
+        CorruptError: the source is damaged, or a check failed; then there is no destination.
     """
     if destination.exists():
         raise InputError(f"{destination} already exists; name a folder that does not, or remove it")
     opened = open_checkpoint(source, config)
-    if to == "reference" and (foreign := beyond_reference(opened.config)):
+    unsupported = unsupported_part(opened.config) if to == "reference" else None
+    if unsupported:
         raise InputError(
-            f"the model in {source} has {foreign}, which the authors' format has not; convert it to hf or megatron"
+            f"the model in {source} has {unsupported}, which the authors' format cannot express; convert it to hf or "
+            "megatron"
         )
-    extras = _extras(opened, to, destination.name, tokenizer, eod_id, max_shard_size)
+    extras = _collect_extras(opened, to, destination.name, tokenizer, eod_id, max_shard_size)
     rounded_to = torch_dtype(dtype) if dtype else None
     converted = convert(opened.tensors, opened.config, opened.format, to, dtype=rounded_to)
     lines = ["not verified"]
@@ -74,15 +76,10 @@ def convert_checkpoint(
     return [*lines, *_notes(opened, to, extras)]
 
 
-def _extras(
+def _collect_extras(
     source: Checkpoint, to: Format, name: str, tokenizer: Path | None, eod_id: int | None, max_shard_size: str
 ) -> Extras:
-    """Return the files and facts that go beside the tensors.
-
-    Raises:
-        InputError: the tokenizer is missing, unreadable or does not fit, or the end-of-text id has no effect or is
-            outside the vocabulary.
-    """
+    """Return the files and facts that go beside the tensors: the stated ones, or else the source's."""
     vocab_size = source.config.vocab_size
     if to == "megatron" and (tokenizer or source.tokenizer) is None and eod_id is not None:
         raise InputError(
@@ -92,8 +89,8 @@ def _extras(
     stated_tokenizer = tokenizer_file(tokenizer) if tokenizer else None
     end_id = source.end_of_text_id if eod_id is None and tokenizer is None else eod_id
     if end_id is not None and not 0 <= end_id < vocab_size:
-        named = f"the end-of-text id of {source.path} is {end_id}, which" if eod_id is None else f"--eod-id {end_id}"
-        raise InputError(f"{named} is outside the model's vocabulary; state one of [0, {vocab_size}) by --eod-id")
+        subject = f"the end-of-text id of {source.path} is {end_id}, which" if eod_id is None else f"--eod-id {end_id}"
+        raise InputError(f"{subject} is outside the model's vocabulary; state one of [0, {vocab_size}) by --eod-id")
     if stated_tokenizer:
         size = load_tokenizer(stated_tokenizer, eod_id=end_id, needs_eod=to != "megatron").vocab_size
         check_fits(stated_tokenizer, size, vocab_size)
@@ -111,14 +108,19 @@ def _extras(
 
 
 def _chat_template(tokenizer: Path | None, source: Checkpoint) -> str | None:
-    """Return the template beside a stated tokenizer, or else the source's, with the special tokens that it uses."""
-    if tokenizer is not None and (template := template_of(tokenizer.parent, tokenizer)) is not None:
-        return template
-    beside = source.tokenizer or tokenizer
-    return None if beside is None else template_of(source.path, beside)
+    """Return the chat template beside the stated tokenizer, or else the source's; None if neither has one.
+
+    The template sets the special tokens that it uses.
+    """
+    template = None if tokenizer is None else template_of(tokenizer.parent, tokenizer)
+    special_tokens_from = source.tokenizer or tokenizer
+    if template is None and special_tokens_from is not None:
+        template = template_of(source.path, special_tokens_from)
+    return template
 
 
 def _notes(source: Checkpoint, to: Format, extras: Extras) -> Iterator[str]:
+    """Yield lines on parts of the source that the conversion leaves out, and on the tokenizer."""
     yield from source.notes
     if to != "reference" and extras.tokenizer is not None:
         yield from note_of_end(load_tokenizer(extras.tokenizer, eod_id=extras.eod_id, needs_eod=False))

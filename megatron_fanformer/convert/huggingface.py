@@ -1,4 +1,4 @@
-"""Folders for transformers: written, and read back.
+"""Exports, which are folders that transformers opens: writes them, and reads them back.
 
 An export holds the model's code, a verbatim copy of `megatron_fanformer.hf`, so that `trust_remote_code=True` opens it
 where this package is not installed.
@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors, meta_of
 from megatron_fanformer.convert.model_card import Extras, model_card
 from megatron_fanformer.convert.name_table import inferred_p_ratio, layer_row, names_in
-from megatron_fanformer.convert.recognition import CONFIG_JSON, recognise
+from megatron_fanformer.convert.recognition import CONFIG_JSON, recognize
 from megatron_fanformer.convert.tokenizer_files import check_fits, write_tokenizer
 from megatron_fanformer.convert.weight_files import open_weights, write_shards
 from megatron_fanformer.errors import InputError
@@ -42,10 +42,10 @@ SAME_FIELDS = {
     "rms_norm_eps": "layernorm_epsilon",
     "use_qk_norm": "qk_layernorm",
 }
-"""Our fields by transformers' names, of the same values."""
+"""Names of our fields by transformers' names, for the fields whose values are the same in both."""
 _PLAIN, _YARN = {"rope_theta", "rope_type"}, {field.name for field in dataclasses.fields(RopeScalingConfig)}
 ROPE_KEYS = {"default": _PLAIN, "linear": _PLAIN | {"factor"}, "yarn": _PLAIN | _YARN}
-"""The keys of transformers' `rope_parameters` that the trainer has, by `rope_type`."""
+"""The keys of transformers' `rope_parameters` that the trainer supports, by `rope_type`."""
 
 
 def write_huggingface(folder: Path, config: FANformerConfig, tensors: Mapping[str, Tensor], extras: Extras) -> None:
@@ -59,11 +59,11 @@ def write_huggingface(folder: Path, config: FANformerConfig, tensors: Mapping[st
     if extras.tokenizer is not None:
         size, end_ids = write_tokenizer(folder, extras, model_max_length=config.seq_length)
         check_fits(extras.tokenizer, size, config.vocab_size)
-    written = to_huggingface_config(config, end_id)
-    written.architectures = ["FANformerForCausalLM"]
-    written.auto_map = AUTO_MAP
-    written.dtype = next(iter(meta_of(tensors).values())).dtype
-    written.to_json_file(str(folder / CONFIG_JSON), use_diff=False)
+    hf_config = to_huggingface_config(config, end_id)
+    hf_config.architectures = ["FANformerForCausalLM"]
+    hf_config.auto_map = AUTO_MAP
+    hf_config.dtype = next(iter(meta_of(tensors).values())).dtype
+    hf_config.to_json_file(str(folder / CONFIG_JSON), use_diff=False)
     GenerationConfig(eos_token_id=end_ids if len(end_ids) > 1 else end_id, pad_token_id=end_id).save_pretrained(folder)
     for module in (configuration_fanformer, modeling_fanformer):
         shutil.copyfile(str(module.__file__), folder / Path(str(module.__file__)).name)
@@ -80,28 +80,28 @@ def open_huggingface(folder: Path) -> tuple[FANformerConfig, LazyTensors]:
         InputError: the folder holds no FANformer for transformers, or its configuration is impossible.
         CorruptError: the configuration or the weights cannot be read, or the weights contradict the stated p_ratio.
     """
-    stated = _stated_config(folder)
+    stated = _read_config(folder)
     tensors = open_weights(folder)
     return _checked_config(folder, stated, tensors), tensors
 
 
 def stated_model(folder: Path) -> tuple[FANformerConfig, torch.dtype, int | None]:
-    """Return the model in a folder's configuration, its weights' type (float32 by default), and the end-of-text id.
+    """Read a folder's config.json: return the model, the weights' type (float32 by default) and the end-of-text id.
 
     The weights are not read, and need not exist.
 
     Raises:
-        InputError: not a FANformer for transformers, or an impossible configuration.
+        InputError: the folder holds no FANformer for transformers, or its configuration is impossible.
         CorruptError: the configuration cannot be read.
     """
-    stated = _stated_config(folder)
+    stated = _read_config(folder)
     dtype = stated.dtype if isinstance(stated.dtype, torch.dtype) else torch.float32
     end_id = stated.eos_token_id if isinstance(stated.eos_token_id, int) else None
     return _checked_config(folder, stated, {}), dtype, end_id
 
 
-def _stated_config(folder: Path) -> HuggingFaceConfig:
-    recognise(folder, ("hf",))
+def _read_config(folder: Path) -> HuggingFaceConfig:
+    recognize(folder, ("hf",))
     try:
         return HuggingFaceConfig.from_pretrained(folder)
     except Exception as error:  # transformers' own checks may raise anything
@@ -109,32 +109,35 @@ def _stated_config(folder: Path) -> HuggingFaceConfig:
 
 
 def _checked_config(folder: Path, stated: HuggingFaceConfig, tensors: Mapping[str, Tensor]) -> FANformerConfig:
-    base, kind = stated.rope_parameters["rope_theta"], stated.rope_parameters["rope_type"]
+    """Return our configuration of the stated model, after checks of its values and of p_ratio against the FAN maps."""
+    rope = stated.rope_parameters
+    base, rope_type = rope["rope_theta"], rope["rope_type"]
     if not isinstance(base, int | float) or base % 1:
         raise InputError(f"the model in {folder} has rope_theta {base}, which must be a whole number")
-    if unknown := stated.rope_parameters.keys() - ROPE_KEYS[kind] if kind in ROPE_KEYS else {f"rope_type {kind!r}"}:
+    unknown = rope.keys() - ROPE_KEYS[rope_type] if rope_type in ROPE_KEYS else {f"rope_type {rope_type!r}"}
+    if unknown:
         raise InputError(
             f"the model in {folder} has rope_parameters with {', '.join(sorted(unknown))}; rope_type must be one of "
             f"{', '.join(ROPE_KEYS)}, with its keys"
         )
-    config, known = from_huggingface_config(stated), meta_of(tensors)
+    config, meta = from_huggingface_config(stated), meta_of(tensors)
     if problems := config.stated_problems():
         raise InputError(f"the model in {folder} cannot be built: {'; '.join(problems)}")
     for fan_map in config.placement.maps(config):
         (name,) = names_in(layer_row(config.placement.tensor(fan_map.tensor)), 0, "hf")
-        if name in known:
-            inferred_p_ratio(known[name].shape[0], fan_map.width, fan_map.p_ratio, fan_map.field)
+        if name in meta:  # raises CorruptError if the stated p_ratio gives another number of rows
+            inferred_p_ratio(meta[name].shape[0], fan_map.width, fan_map.p_ratio, fan_map.field)
     return config
 
 
 def to_huggingface_config(config: FANformerConfig, end_of_text_id: int | None = None) -> HuggingFaceConfig:
     """Return transformers' configuration of the same model, without vocabulary padding."""
-    scaling = {field.name: getattr(config.rope_scaling, field.name) for field in dataclasses.fields(RopeScalingConfig)}
-    changed = {name: value for name, value in scaling.items() if value != getattr(RopeScalingConfig(), name)}
+    scaling, default = dataclasses.asdict(config.rope_scaling), dataclasses.asdict(RopeScalingConfig())
+    changed_scaling = {name: value for name, value in scaling.items() if value != default[name]}
     return HuggingFaceConfig(
         **{theirs: getattr(config, ours) for theirs, ours in SAME_FIELDS.items()},
         num_key_value_heads=config.query_groups,
-        rope_parameters={"rope_theta": float(config.rotary_base), **changed},
+        rope_parameters={"rope_theta": float(config.rotary_base), **changed_scaling},
         p_ratio=config.fan.p_ratio,
         fan_activation=config.fan.activation,
         fan_bias=config.fan.bias,

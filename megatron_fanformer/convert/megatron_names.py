@@ -1,9 +1,9 @@
-"""Megatron-LM's arguments: the fields of other names, and the model that arguments describe.
+"""Megatron-LM's arguments: a table of those that have another name here, and rules for the model that they describe.
 
-Most arguments of `pretrain_gpt.py` (megatron-core 0.19) have a field of the same name; here are the others that have
-one. The table answers an unknown key of a configuration (`train/config.py`), turns a command line into a configuration
-(`train/megatron_arguments.py`), and stands on docs/from-megatron-lm.md. The rules of the model are also those of a
-checkpoint's arguments (`megatron_lm.py`).
+Most arguments of `pretrain_gpt.py` (megatron-core 0.19) have a field of the same name; the table has those whose field
+has another name. It serves hints about unknown keys of a configuration (`train/config.py`), the conversion of a command
+line (`train/megatron_arguments.py`), and docs/from-megatron-lm.md. The rules for the model apply to a command line and
+to the arguments in a checkpoint (`megatron_lm.py`).
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from megatron_fanformer.model.config import FANformerConfig
 
 
 class Counterpart(NamedTuple):
-    """The field of an argument with another name."""
+    """The field that corresponds to an argument of another name."""
 
     field: str
     note: str
@@ -68,7 +68,7 @@ tokenizer_model = data.tokenizer
 save = training.run_dir: for metrics too
 tensorboard_dir = logging.tensorboard: true; in the run's folder
 """)
-"""Arguments of other names, whose values `config --from-megatron` writes."""
+"""Arguments whose values `config --from-megatron` converts into values of the fields."""
 
 BY_HAND = _table("""
 hybrid_layer_pattern hybrid_override_pattern = model.num_layers: half of `*-` repeated
@@ -85,7 +85,7 @@ save_retain_interval = checkpoint.keep: how many of the newest
 log_params_norm = logging.norm_interval: in steps
 profile profile_step_start profile_step_end = logging.profile_steps: [FIRST, LAST], both profiled
 """)
-"""Arguments whose field's value does not follow from theirs."""
+"""Arguments from whose values the fields' values do not follow: the user must set the fields."""
 
 COUNTERPARTS = {**CONVERTED, **BY_HAND}
 
@@ -129,18 +129,17 @@ RULES: dict[str, tuple[tuple[Any, ...], str]] = {
     "num_experts": ((None, 0), "layers are dense"),
     "multi_latent_attention": ((False,), "attention is multi-head or grouped-query"),
 }
-"""By argument: the allowed values, of which the first is Megatron-LM's default where a version has no such argument,
-and the reason. But for `LAYERS`, tensors do not show them."""
-LAYERS = ("num_experts", "multi_latent_attention")  # which a --spec states in their place; ours has neither
-DROPOUT = ("hidden_dropout", "attention_dropout")  # leaves no trace in a model that does not train
+"""By argument: the allowed values and the reason. The first value is assumed where a version of Megatron-LM lacks the
+argument. A checkpoint's tensors show only the arguments in `LAYERS`."""
+LAYERS = ("num_experts", "multi_latent_attention")  # without effect beside a --spec; ours has neither
+DROPOUT = ("hidden_dropout", "attention_dropout")  # without effect on a model that does not train
 
 
 def model_problems(arguments: Arguments) -> list[str]:
     """Return a clause for each argument that makes a model which cannot be built here."""
+    rules = {name: rule for name, rule in RULES.items() if not (arguments.get("spec") and name in LAYERS)}
     problems = {
-        name: reason
-        for name, (allowed, reason) in RULES.items()
-        if arguments.get(name, allowed[0]) not in allowed and not (name in LAYERS and arguments.get("spec"))
+        name: reason for name, (allowed, reason) in rules.items() if arguments.get(name, allowed[0]) not in allowed
     }
     width, heads, size = (arguments.get(name) for name in ("hidden_size", "num_attention_heads", "kv_channels"))
     if type(width) is type(heads) is type(size) is int and width != heads * size:
@@ -149,11 +148,12 @@ def model_problems(arguments: Arguments) -> list[str]:
 
 
 def model_fields(arguments: Arguments) -> dict[str, Any]:
-    """Return the model's fields, but for `fan`, under our names."""
+    """Return the fields of the model that arguments state, except `fan`, by our names."""
     values = {name: arguments.get(name) for name in FIELDS}
     values["layernorm_epsilon"] = arguments.get("layernorm_epsilon", arguments.get("norm_epsilon"))
     if not arguments.get("group_query_attention"):
         values["num_query_groups"] = None  # Megatron-LM's own default of 1 has no effect then
-    if (factor := arguments.get("rotary_seq_len_interpolation_factor")) not in (None, 1):
+    factor = arguments.get("rotary_seq_len_interpolation_factor")
+    if factor not in (None, 1):
         values["rope_scaling"] = {"rope_type": "linear", "factor": factor}
     return {name: value for name, value in values.items() if value is not None}

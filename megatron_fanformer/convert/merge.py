@@ -1,8 +1,8 @@
 """`merge`: the weighted average of checkpoints of one model, one tensor at a time, with a receipt.
 
-The float32 main weights of a run in bf16 are averaged. Sums are float64 and rounded once, to the format written: an
-average is exact to half a unit in its last place (but for float64's own 1e-16), and the average of a checkpoint with
-itself is that checkpoint, bit for bit.
+Of a run in bf16, the float32 main weights are averaged. Sums are computed in float64 and rounded once, to the number
+format that is written: an average is exact to half a unit in its last place (apart from float64's relative 1e-16), and
+the average of a checkpoint with itself is that checkpoint, bit for bit.
 """
 
 import json
@@ -19,7 +19,7 @@ from megatron_fanformer.checkpoint.manifest import MANIFEST, versions
 from megatron_fanformer.convert.checkpoints import open_checkpoint, write_checkpoint
 from megatron_fanformer.convert.model_card import RECEIPT, Extras
 from megatron_fanformer.convert.name_table import check_tensors
-from megatron_fanformer.convert.receipt import side
+from megatron_fanformer.convert.receipt import describe_checkpoint
 from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA, own_template
 from megatron_fanformer.durable_files import new_folder, sha256_of
 from megatron_fanformer.errors import InputError
@@ -34,12 +34,12 @@ def merge_checkpoints(sources: Sequence[Path], shares: Sequence[float], output: 
         shares: the weight of each checkpoint; their sum is 1.
 
     Raises:
-        InputError: they are of different models, tokenizers or chat templates, or the folder exists.
-        CorruptError: one is damaged; there is no folder then.
+        InputError: the checkpoints differ in model, tokenizer or chat template, or the output folder exists.
+        CorruptError: a checkpoint is damaged; then no folder is written.
     """
     for source in sources:
-        run_folder.check_sound(source)  # a damaged tokenizer is damaged, rather than another one
-    _check_models(sources)
+        run_folder.check_sound(source)  # before tokenizers are compared: a damaged one would be taken for another
+    _refuse_different_models(sources)
     model = run_folder.saved_model(sources[0])
     tokenizer = _same_file("tokenizer", map(run_folder.attached_tokenizer, sources))
     template = _same_file("chat template", (source / CHAT_TEMPLATE_JINJA for source in sources))
@@ -55,6 +55,7 @@ def merge_checkpoints(sources: Sequence[Path], shares: Sequence[float], output: 
         return _average(((tensors[name], share) for tensors, share in zip(opened, shares, strict=True)), dtype)
 
     meta = {name: tensor.to(dtype) for name, tensor in opened[0].meta.items()}
+    manifests = [source / MANIFEST for source in sources]
     with new_folder(output) as folder:
         write_checkpoint("megatron", folder, model, LazyTensors(meta, average), extras)
         receipt = {
@@ -63,11 +64,11 @@ def merge_checkpoints(sources: Sequence[Path], shares: Sequence[float], output: 
                     "path": str(source.absolute()),
                     "step": run_folder.step_of(source),
                     "weight": share,
-                    "manifest_sha256": sha256_of(file) if (file := source / MANIFEST).is_file() else None,
+                    "manifest_sha256": sha256_of(manifest) if manifest.is_file() else None,
                 }
-                for source, share in zip(sources, shares, strict=True)
+                for source, share, manifest in zip(sources, shares, manifests, strict=True)
             ],
-            "destination": side(open_checkpoint(folder), output),
+            "destination": describe_checkpoint(open_checkpoint(folder), output),
             "versions": versions(),
         }
         (folder / RECEIPT).write_text(json.dumps(receipt, indent=1) + "\n")
@@ -79,33 +80,30 @@ def merge_checkpoints(sources: Sequence[Path], shares: Sequence[float], output: 
 
 
 def _average(parts: Iterable[tuple[Tensor, float]], dtype: torch.dtype) -> Tensor:
-    """Return the sum of tensors times their shares; each is requested in its turn, and then dropped."""
+    """Return the sum of tensors times shares, rounded to `dtype`; besides it, one tensor at a time is in memory."""
     total: Tensor | None = None
     for tensor, share in parts:
-        # not added to zeros, where a negative zero would lose its sign
+        # The sum does not start from zeros: a negative zero added to them would lose its sign.
         total = tensor.double().mul_(share) if total is None else total.add_(tensor, alpha=share)
-        del tensor
+        del tensor  # before the next one is read
     assert total is not None, "parts is empty"
     return total.to(dtype)
 
 
-def _check_models(checkpoints: Sequence[Path]) -> None:
+def _refuse_different_models(checkpoints: Sequence[Path]) -> None:
     first = run_folder.saved_model(checkpoints[0]).resolved_fields()
     for checkpoint in checkpoints[1:]:
         other = run_folder.saved_model(checkpoint).resolved_fields()
-        if unlike := [f"{name} {first[name]} and {other[name]}" for name in first if first[name] != other[name]]:
+        differences = [f"{name} {first[name]} and {other[name]}" for name in first if first[name] != other[name]]
+        if differences:
             raise InputError(
-                f"{checkpoints[0]} and {checkpoint} are of different models ({', '.join(unlike)}); name checkpoints of "
-                "one model"
+                f"{checkpoints[0]} and {checkpoint} are of different models ({', '.join(differences)}); name "
+                "checkpoints of one model"
             )
 
 
 def _same_file(kind: str, files: Iterable[Path | None]) -> Path | None:
-    """Return the first of the files that exist; None if none does.
-
-    Raises:
-        InputError: two differ.
-    """
+    """Return the first of the files that exist, None if none does; raise InputError if two of them differ."""
     present = [file for file in files if file is not None and file.is_file()]
     for file in present[1:]:
         if file.read_bytes() != present[0].read_bytes():

@@ -20,9 +20,9 @@ from megatron_fanformer.checkpoint.full_tensors import LazyTensors, meta_of
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.model.config import FANformerConfig, p_ratio_of
 from megatron_fanformer.model.placements import H, LayerTensor, Size
+from megatron_fanformer.terminal import some
 
 Format = Literal["megatron", "reference", "hf"]
-MOST_NAMES_SHOWN = 12
 WEIGHT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -31,7 +31,7 @@ WEIGHT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Transform:
-    """The way from Megatron's tensor of a row to another format's tensors, and back."""
+    """The way from Megatron's tensor of a row to the tensors of another format, and back."""
 
     name: str
     split: Callable[[Tensor, FANformerConfig], tuple[Tensor, ...]] = lambda hub, _config: (hub,)
@@ -41,27 +41,30 @@ class Transform:
 
 
 def _group_heads(tensor: Tensor, config: FANformerConfig) -> Tensor:
-    """Return rows by query group and head: [k * x * d, h] -> [k, x, d, h]."""
+    """Return rows by query group and head: [k * x * d, h] -> [k, x, d, h], with x heads in each group."""
     return tensor.unflatten(0, (config.query_groups, -1, config.kv_channels))
 
 
 def _split_heads(hub: Tensor, config: FANformerConfig) -> tuple[Tensor, ...]:
-    """Split each group's queries, key and (without a FAN layer for values) value into all queries, keys, values."""
+    """Split rows in Megatron's order, group after group, into all queries, all keys and, if there are any, all values.
+
+    A group has queries, one key and one value. Values with a FAN layer of their own are in another tensor.
+    """
     grouped = _group_heads(hub, config)
     queries = config.num_attention_heads // config.query_groups
-    singles = [1] * (grouped.shape[1] - queries)
-    return tuple(part.flatten(0, 2) for part in grouped.split([queries, *singles], dim=1))
+    one_key_or_value = [1] * (grouped.shape[1] - queries)
+    return tuple(part.flatten(0, 2) for part in grouped.split([queries, *one_key_or_value], dim=1))
 
 
 def _join_heads(parts: Sequence[Tensor], config: FANformerConfig) -> Tensor:
     return torch.cat([_group_heads(part, config) for part in parts], dim=1).flatten(0, 2)
 
 
-def _unstack_heads(parts: Sequence[Tensor], config: FANformerConfig) -> Tensor:
-    stacked = parts[0]
-    queries = config.num_attention_heads * config.kv_channels
-    others = [config.value_size] * ((stacked.shape[0] - queries) // config.value_size)
-    return _join_heads(stacked.split([queries, *others]), config)
+def _join_stacked_heads(parts: Sequence[Tensor], config: FANformerConfig) -> Tensor:
+    (stacked,) = parts
+    query_rows, value_rows = config.num_attention_heads * config.kv_channels, config.value_size
+    num_keys_or_values = (stacked.shape[0] - query_rows) // value_rows
+    return _join_heads(stacked.split([query_rows, *[value_rows] * num_keys_or_values]), config)
 
 
 def _swap_halves(tensor: Tensor) -> Tensor:
@@ -86,7 +89,7 @@ IDENTITY = Transform("as it is")
 FAN_ROWS = Transform("rows [p | g]")
 QKV_SEPARATE = Transform("separate q, k and v", _split_heads, _join_heads)
 QKV_STACKED = Transform(
-    "all q, then all k, then all v", lambda hub, config: (torch.cat(_split_heads(hub, config)),), _unstack_heads
+    "all q, then all k, then all v", lambda hub, config: (torch.cat(_split_heads(hub, config)),), _join_stacked_heads
 )
 QK_SEPARATE = Transform("separate q and k", QKV_SEPARATE.split, QKV_SEPARATE.join)
 QK_STACKED = Transform("all q, then all k", QKV_STACKED.split, QKV_STACKED.join)
@@ -101,8 +104,8 @@ VOCABULARY_PADDED = Transform(
 )
 VOCABULARY_TRIMMED = Transform("padding trimmed", lambda hub, config: (resize_vocabulary(hub, config.vocab_size),))
 
-_OF_LAYERS = (IDENTITY, FAN_ROWS, QKV_SEPARATE, QKV_STACKED, QK_SEPARATE, QK_STACKED, GATE_UP_SEPARATE, GATE_UP_SWAPPED)
-LAYER_TRANSFORMS = {transform.name: transform for transform in _OF_LAYERS}
+_IN_LAYERS = (IDENTITY, FAN_ROWS, QKV_SEPARATE, QKV_STACKED, QK_SEPARATE, QK_STACKED, GATE_UP_SEPARATE, GATE_UP_SWAPPED)
+LAYER_TRANSFORMS = {transform.name: transform for transform in _IN_LAYERS}
 
 
 # -- the table
@@ -131,7 +134,7 @@ class Row:
     hf: Naming
 
     def naming(self, format: Format) -> Naming:
-        """Return the row as a format has it."""
+        """Return the names and the transform of one format."""
         return {"megatron": self.megatron, "reference": self.reference, "hf": self.hf}[format]
 
     def hub(self, config: FANformerConfig, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -199,44 +202,45 @@ def convert(
 ) -> LazyTensors:
     """Return a model's tensors in another format, in the order of `expected_shapes`, each computed on request.
 
-    They may share the source's memory. A row's tensors are made together: requested in order, each is made once.
+    The results may share memory with the source. All tensors of a row are computed together: if they are requested in
+    order, every row is computed once.
 
     Args:
-        tensors: all of a model; lazy ones are loaded one row at a time.
-        config: of the source.
-        target_config: if it differs, in the vocabulary's padding; rows are cut off, or zeros added.
-        dtype: to round to; None: as they are, but for tensors that become one, which get the wider type of theirs.
+        tensors: all tensors of the model; lazy ones are loaded one row at a time.
+        config: the source's configuration.
+        target_config: the target's, if its vocabulary has another padding; rows are cut off, or zeros added.
+        dtype: the type to round to; None keeps types, and gives joined tensors the widest type among their parts.
 
     Raises:
-        CorruptError: tensors are missing, unknown, of another shape or type than weights here; lists their names.
+        CorruptError: tensors are missing, unknown, of another shape, or of no type of weights; the message names them.
     """
     known = meta_of(tensors)
     check_tensors(known, config, source)
-    goal = target_config or config
+    target_config = target_config or config
     places: dict[str, tuple[Row, int | None]] = {}
     meta: dict[str, Tensor] = {}
     for row, layer in rows_of(config):
         stored = functools.reduce(torch.promote_types, (known[name].dtype for name in names_in(row, layer, source)))
-        parts = row.naming(target).transform.split(row.hub(goal, dtype or stored), goal)
+        parts = row.naming(target).transform.split(row.hub(target_config, dtype or stored), target_config)
         for name, part in zip(names_in(row, layer, target), parts, strict=True):
             places[name], meta[name] = (row, layer), part
-    made: dict[str, Tensor] = {}
+    computed: dict[str, Tensor] = {}  # tensors of the last row that were not requested yet
 
-    def make(name: str) -> Tensor:
-        if name not in made:
+    def compute(name: str) -> Tensor:
+        if name not in computed:
             row, layer = places[name]
-            made.clear()
+            computed.clear()
             hub = row.naming(source).transform.join([tensors[n] for n in names_in(row, layer, source)], config)
-            parts = row.naming(target).transform.split(hub, goal)
-            made.update(zip(names_in(row, layer, target), parts, strict=True))
-        part = made.pop(name)
+            parts = row.naming(target).transform.split(hub, target_config)
+            computed.update(zip(names_in(row, layer, target), parts, strict=True))
+        part = computed.pop(name)
         return part if dtype is None else part.to(dtype)
 
-    return LazyTensors(meta, make)
+    return LazyTensors(meta, compute)
 
 
 def rows_of(config: FANformerConfig) -> Iterator[tuple[Row, int | None]]:
-    """Yield the rows that a model has, each with the number of its layer (None where it belongs to none)."""
+    """Yield the rows of a model's tensors, each with the number of the layer; None for a tensor outside the layers."""
     yield EMBEDDING, None
     for tensor in config.placement.tensors(config):
         yield from ((layer_row(tensor), layer) for layer in range(config.num_layers))
@@ -251,12 +255,12 @@ def names_in(row: Row, layer: int | None, format: Format) -> list[str]:
 
 
 def check_tensors(known: Mapping[str, Tensor], config: FANformerConfig, source: Format) -> None:
-    """Check names, shapes and types of a model's tensors in a format.
+    """Check names, shapes and types of a model's tensors in the format `source`.
 
     Raises:
-        CorruptError: tensors are missing, unknown, of another shape or type than weights here; lists their names.
+        CorruptError: tensors are missing, unknown, of another shape, or of no type of weights; the message names them.
     """
-    if config.num_layers > len(known):  # checked before a hostile number of names is generated
+    if config.num_layers > len(known):  # first of all: a hostile configuration may state any number of layers
         raise CorruptError(
             f"the {source} weights do not match their configuration; it states {config.num_layers} layers, and "
             f"there are {len(known)} tensors"
@@ -277,21 +281,16 @@ def check_tensors(known: Mapping[str, Tensor], config: FANformerConfig, source: 
             if name in known and known[name].dtype not in WEIGHT_TYPES
         ],
     }
-    text = "; ".join(f"{kind}: {listed(names)}" for kind, names in problems.items() if names)
+    text = "; ".join(f"{kind}: {some(names)}" for kind, names in problems.items() if names)
     if text:
         raise CorruptError(f"the {source} weights do not match their configuration; {text}")
 
 
-def listed(names: Sequence[str]) -> str:
-    """Return names as text, `MOST_NAMES_SHOWN` at most, and the number of the others."""
-    more = f" and {len(names) - MOST_NAMES_SHOWN} more" if len(names) > MOST_NAMES_SHOWN else ""
-    return ", ".join(names[:MOST_NAMES_SHOWN]) + more
-
-
 def inferred_p_ratio(fan_rows: int, width: int, stated: float | None, name: str = "p_ratio") -> float:
-    """Return the p_ratio of a FAN map of `fan_rows` rows with an output of width w: P + G = P + (w - 2P) = w - P rows.
+    """Return the p_ratio of a FAN map: the stated one or, if none is stated, one that gives the map's number of rows.
 
-    Returns `stated`, else P / w.
+    With P periodic rows and an output of width w, the map has P + G = P + (w - 2P) = w - P rows. `name` is the field
+    that states p_ratio.
 
     Raises:
         CorruptError: no p_ratio gives `fan_rows` rows, or the stated one gives another number.
@@ -305,8 +304,8 @@ def inferred_p_ratio(fan_rows: int, width: int, stated: float | None, name: str 
     actual = p_ratio_of(periodic, width)
     if stated is None:
         return actual
-    is_share = type(stated) in (int, float) and 0 <= stated <= 1  # a checkpoint may state anything
-    if not is_share or int(stated * width) != periodic:
+    is_fraction = type(stated) in (int, float) and 0 <= stated <= 1  # a damaged configuration may hold any value
+    if not is_fraction or int(stated * width) != periodic:
         raise CorruptError(
             f"{name} is stated as {stated}, but the FAN map's {fan_rows} rows at hidden size {width} "
             f"are those of p_ratio {actual:g}; correct {name} in the checkpoint's configuration, or remove it"

@@ -1,11 +1,12 @@
-"""Verification of a conversion: its result is read back from the files and compared with the source, for a receipt.
+"""Verifies a conversion and writes its receipt: reads the result back from its files, and compares it with the source.
 
-    round trip   converted back, the tensors are the source's, bit for bit
-    logits       the models of both sides, run in float32 on fixed prompts, agree
+    round trip   the result, converted back, has the source's tensors, bit for bit
+    logits       the models of source and result, run in float32 on fixed prompts, agree
 
-The round trip cannot see a fault that is in both directions of a transform; the logits can. A checkpoint of ours runs
-through megatron-core's model class, a Hugging Face folder through its own, a reference checkpoint through the equations
-below: the authors' code is not installed here. Rows of vocabulary padding that only one side has are not compared.
+A transform that is wrong in both directions passes the round trip; the logits show it. A checkpoint of ours runs
+through megatron-core's model class, a Hugging Face folder through its own model class, a reference checkpoint through
+the equations below, since the authors' code is not installed here. Rows of vocabulary padding that only source or
+result has are not compared.
 
 Shapes: b batch, s sequence, h hidden size, n query heads, k query groups, d head size, v rows of the head.
 """
@@ -24,7 +25,7 @@ from transformers.initialization import no_init_weights
 from megatron_fanformer.checkpoint.manifest import versions
 from megatron_fanformer.convert.checkpoints import Checkpoint
 from megatron_fanformer.convert.huggingface import to_huggingface_config
-from megatron_fanformer.convert.name_table import convert, listed, names_in, rows_of
+from megatron_fanformer.convert.name_table import convert, names_in, rows_of
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import CorruptError, FanformerError
 from megatron_fanformer.hf import FANformerForCausalLM
@@ -32,64 +33,58 @@ from megatron_fanformer.model.build import build_stages, sharded_state
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid
 from megatron_fanformer.runtime.seeding import local_shards, seed_everything
+from megatron_fanformer.terminal import some
 
 # Few: a 1B model takes seconds per pass on a laptop's cores.
 PROMPTS, PROMPT_TOKENS = 4, 8
 PROMPT_SEED = 20_250_211
-# Of the largest logit. Rounding in float32 makes 1e-6 to 1e-5 (measured on the reference cases and at 1B); exchanging
-# the query and key of one head, the smallest of the planted faults, 1e-3 and more.
+# Relative to the largest logit. Rounding in float32 makes 1e-6 to 1e-5 (measured on the reference cases and at 1B);
+# exchanging the query and key of one head, the smallest of the planted faults, makes 1e-3 and more.
 LOGITS_TOLERANCE = 1e-4
 
 Json: TypeAlias = dict[str, Any]
-Logits = Callable[[Tensor], Tensor]
-"""Maps ids [b, s] to logits [b, s, v] in float32."""
 Load = Callable[[str], Tensor]
 
 
 def verify(source: Checkpoint, destination: Checkpoint, dtype: torch.dtype | None, grid: RankGrid) -> Json:
-    """Return the results of the checks: `problem` is empty where they passed.
+    """Compare a conversion's result with its source; return the receipt's checks, whose `problem` is empty if all pass.
 
     Args:
-        destination: reopened from its files.
-        dtype: the type to which the conversion rounded; None: it did not.
+        destination: the result, reopened from its files.
+        dtype: the type to which the conversion rounded; None if it did not round.
     """
     try:
         if different := different_tensors(source, destination, dtype):
-            return {"problem": f"converted back, tensors are different: {listed(different)}"}
+            return {"problem": f"converted back, tensors are different: {some(different)}"}
         ids_bs = prompts(min(source.config.vocab_size, destination.config.vocab_size))
-        before = _logits(source, dtype, grid, ids_bs)  # one model at a time: two would need twice the memory
-        after = _logits(destination, None, grid, ids_bs)
+        source_logits = _logits(source, dtype, grid, ids_bs)  # one model at a time: two would need twice the memory
+        logits = _logits(destination, None, grid, ids_bs)
     except (FanformerError, RuntimeError, IndexError) as error:
         return {"problem": " ".join(str(error).split()) or type(error).__name__}
-    columns = min(before.shape[-1], after.shape[-1])
-    difference = (before[..., :columns] - after[..., :columns]).abs().max().item()
-    allowed = LOGITS_TOLERANCE * before[..., :columns].abs().max().item()
-    is_same = difference <= allowed  # False for NaN
+    columns = min(source_logits.shape[-1], logits.shape[-1])
+    difference = (source_logits[..., :columns] - logits[..., :columns]).abs().max().item()
+    allowed = LOGITS_TOLERANCE * source_logits[..., :columns].abs().max().item()
+    is_close = difference <= allowed  # False for NaN
     return {
-        "problem": "" if is_same else f"logits differ by {difference:.1e}, and {allowed:.1e} is allowed",
-        "round_trip": f"bit for bit, after rounding to {dtype_name(dtype)}" if dtype else "bit for bit",
+        "problem": "" if is_close else f"logits differ by {difference:.1e}, and {allowed:.1e} is allowed",
+        "round_trip": "bit for bit" + (f", after rounding to {str(dtype).removeprefix('torch.')}" if dtype else ""),
         "logits_max_abs_error": difference,
         "logits_allowed": allowed,
     }
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return a type's name without the package's."""
-    return str(dtype).removeprefix("torch.")
 
 
 def receipt(source: Checkpoint, destination: Checkpoint, checks: Json, path: Path) -> Json:
     """Return the receipt; `path` is where the destination will be published."""
     return {
         "checks": checks,
-        "source": side(source, source.path),
-        "destination": side(destination, path),
+        "source": describe_checkpoint(source, source.path),
+        "destination": describe_checkpoint(destination, path),
         "versions": versions(),
     }
 
 
-def side(checkpoint: Checkpoint, path: Path) -> Json:
-    """Return the part of a receipt on one checkpoint: its model and files; of its path the last part alone."""
+def describe_checkpoint(checkpoint: Checkpoint, path: Path) -> Json:
+    """Return a receipt's entry for one checkpoint: format, name (the last part of `path`), model and files."""
     return {
         "format": checkpoint.format,
         "name": path.name,
@@ -104,10 +99,10 @@ def side(checkpoint: Checkpoint, path: Path) -> Json:
 
 
 def different_tensors(source: Checkpoint, destination: Checkpoint, dtype: torch.dtype | None) -> list[str]:
-    """Return the names of the source's tensors that the destination's, converted back, differ from.
+    """Convert the destination's tensors back, and return the names of those that differ from the source's.
 
     Raises:
-        CorruptError: the destination's tensors are not its model's.
+        CorruptError: the destination's tensors do not match its configuration.
     """
     back = convert(
         destination.tensors, destination.config, destination.format, source.format, target_config=source.config
@@ -118,22 +113,20 @@ def different_tensors(source: Checkpoint, destination: Checkpoint, dtype: torch.
         if row.is_vocabulary
         for name in names_in(row, layer, source.format)
     }
-    rows = min(_embedding_rows(source), _embedding_rows(destination))
+    shared_rows = min(
+        checkpoint.config.vocab_size if checkpoint.format == "hf" else checkpoint.config.padded_vocab_size
+        for checkpoint in (source, destination)
+    )
     different = []
     for name, returned in back.items():
         original = source.tensors[name]
-        # parts of one tensor get the wider of their types
+        # The conversion gave joined tensors the widest type among their parts.
         original = original.to(dtype or torch.promote_types(original.dtype, returned.dtype))
         if name in vocabulary:
-            original, returned = original[:rows], returned[:rows]
+            original, returned = original[:shared_rows], returned[:shared_rows]
         if not _same_bits(original, returned):
             different.append(name)
     return different
-
-
-def _embedding_rows(checkpoint: Checkpoint) -> int:
-    config = checkpoint.config
-    return config.vocab_size if checkpoint.format == "hf" else config.padded_vocab_size
 
 
 def _same_bits(left: Tensor, right: Tensor) -> bool:
@@ -147,7 +140,7 @@ def _same_bits(left: Tensor, right: Tensor) -> bool:
 
 
 def prompts(vocab_size: int) -> Tensor:
-    """Return the fixed prompts [b, s]: drawn ids, among them the first and the last of the vocabulary."""
+    """Return the fixed prompts [b, s]: random ids, and the first and the last id of the vocabulary."""
     generator = torch.Generator().manual_seed(PROMPT_SEED)
     ids_bs = torch.randint(vocab_size, (PROMPTS, PROMPT_TOKENS), generator=generator)
     ids_bs[0, 0], ids_bs[1, 1] = 0, vocab_size - 1
@@ -156,11 +149,7 @@ def prompts(vocab_size: int) -> Tensor:
 
 @torch.no_grad()
 def _logits(checkpoint: Checkpoint, dtype: torch.dtype | None, grid: RankGrid, ids_bs: Tensor) -> Tensor:
-    """Return the logits of a checkpoint's model in float32, its weights rounded to `dtype`.
-
-    Raises:
-        CorruptError: a tensor is missing or has another shape than the model's.
-    """
+    """Return the logits of a checkpoint's model in float32, its weights rounded to `dtype`."""
 
     def load(name: str) -> Tensor:
         if name not in checkpoint.tensors:
@@ -180,7 +169,7 @@ def _huggingface_logits(config: FANformerConfig, load: Load, ids_bs: Tensor) -> 
         model = FANformerForCausalLM(to_huggingface_config(config)).float().eval()
     model.tie_weights()
     for name, parameter in model.named_parameters():
-        parameter.copy_(_of_shape(parameter.shape, load(name), name))
+        parameter.copy_(_require_shape(name, load(name), parameter.shape))
     logits: Tensor = model(input_ids=ids_bs, use_cache=False).logits
     return logits.float()
 
@@ -190,13 +179,13 @@ def _megatron_logits(config: FANformerConfig, load: Load, ids_bs: Tensor, grid: 
     (stage,) = build_stages(config, ParallelConfig(), grid, dtype=torch.float32, seed=None)
     for shard in local_shards(sharded_state(stage.eval(), grid)):
         assert shard.data is not None
-        shard.data.copy_(_of_shape(shard.global_shape, load(shard.key), shard.key)[shard.global_slice()])
+        shard.data.copy_(_require_shape(shard.key, load(shard.key), shard.global_shape)[shard.global_slice()])
     positions = torch.arange(ids_bs.shape[1]).expand_as(ids_bs)
     logits: Tensor = stage(input_ids=ids_bs, position_ids=positions, attention_mask=None)
     return logits.float()
 
 
-def _of_shape(shape: Sequence[int], tensor: Tensor, name: str) -> Tensor:
+def _require_shape(name: str, tensor: Tensor, shape: Sequence[int]) -> Tensor:
     if tuple(tensor.shape) != tuple(shape):
         raise CorruptError(
             f"the model's {name} has shape {list(shape)}, but what was written has shape {list(tensor.shape)}"
@@ -214,17 +203,18 @@ def reference_logits(config: FANformerConfig, load: Load, ids_bs: Tensor) -> Ten
     Source: the paper's equations and the facts in tests/reference/README.md.
 
     Args:
-        load: returns the tensor of one of the reference's names, in float32.
+        load: returns the tensor of a name of the reference, in float32.
     """
     x = F.embedding(ids_bs, load("transformer.wte.weight"))
     for layer in range(config.num_layers):
 
-        def block(name: str, layer: int = layer) -> Tensor:
+        def load_in_block(name: str, layer: int = layer) -> Tensor:
             return load(f"transformer.blocks.{layer}.{name}")
 
-        x = x + _attention(config, block, _norm(config, x, block("attn_norm.weight")))
-        up, gate = (_norm(config, x, block("ff_norm.weight")) @ block("ff_proj.weight").T).chunk(2, dim=-1)
-        x = x + (F.silu(gate) * up) @ block("ff_out.weight").T
+        x = x + _attention(config, load_in_block, _norm(config, x, load_in_block("attn_norm.weight")))
+        normed = _norm(config, x, load_in_block("ff_norm.weight"))
+        up, gate = (normed @ load_in_block("ff_proj.weight").T).chunk(2, dim=-1)
+        x = x + (F.silu(gate) * up) @ load_in_block("ff_out.weight").T
     head = "transformer.ff_out.weight" if config.untie_embeddings_and_output_weights else "transformer.wte.weight"
     return _norm(config, x, load("transformer.ln_f.weight")) @ load(head).T
 
@@ -233,25 +223,25 @@ def _norm(config: FANformerConfig, x: Tensor, weight: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + config.layernorm_epsilon) * weight
 
 
-def _fan(config: FANformerConfig, block: Load, name: str, x: Tensor, width: int) -> Tensor:
-    """[b, s, h] -> [b, s, width]; P follows from the map's rows, P + G = width - P."""
-    bias = block(f"{name}.input_linear.bias") if config.fan.bias else None
-    rows = F.linear(x, block(f"{name}.input_linear.weight"), bias)
+def _fan(config: FANformerConfig, load_in_block: Load, name: str, x: Tensor, width: int) -> Tensor:
+    """Apply the FAN layer `name`: [b, s, h] -> [b, s, width]. Its map has P + G = width - P rows, which gives P."""
+    bias = load_in_block(f"{name}.input_linear.bias") if config.fan.bias else None
+    rows = F.linear(x, load_in_block(f"{name}.input_linear.weight"), bias)
     periodic = width - rows.shape[-1]
     phase, linear = rows[..., :periodic], rows[..., periodic:]
     return torch.cat([phase.cos(), phase.sin(), F.gelu(linear) if config.fan.activation == "gelu" else linear], dim=-1)
 
 
-def _attention(config: FANformerConfig, block: Load, x: Tensor) -> Tensor:
-    qkv = config.placement.reference_qkv(config, block, x, partial(_fan, config, block))
+def _attention(config: FANformerConfig, load_in_block: Load, x: Tensor) -> Tensor:
+    qkv = config.placement.reference_qkv(config, load_in_block, x, partial(_fan, config, load_in_block))
     q, k, v = (part.unflatten(-1, (-1, config.kv_channels)).transpose(1, 2) for part in qkv)
     q, k = _rotate(config, q), _rotate(config, k)
-    share = config.num_attention_heads // config.query_groups
-    k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
+    heads_per_group = config.num_attention_heads // config.query_groups
+    k, v = k.repeat_interleave(heads_per_group, dim=1), v.repeat_interleave(heads_per_group, dim=1)
     scores = q @ k.transpose(-1, -2) / config.kv_channels**0.5
     future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
     context = scores.masked_fill(future, float("-inf")).softmax(-1) @ v
-    return context.transpose(1, 2).flatten(2) @ block("attn_out.weight").T
+    return context.transpose(1, 2).flatten(2) @ load_in_block("attn_out.weight").T
 
 
 def _rotate(config: FANformerConfig, x: Tensor) -> Tensor:

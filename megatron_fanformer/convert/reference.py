@@ -1,7 +1,7 @@
-"""The authors' checkpoints: `config.yaml` with `model.safetensors` or `model.pt`, or their Hugging Face wrapper.
+"""Reads and writes the authors' checkpoints, `config.yaml` with `model.safetensors` or `model.pt`.
 
-Field names and defaults are those of the reference's model configuration. Settings of dropout and initialisation leave
-no trace in the weights, and are not read.
+Folders of their Hugging Face wrapper are read, too. Field names and defaults are those of the reference's model
+configuration. Settings of dropout and initialization are not read: they do not change the function of given weights.
 """
 
 import math
@@ -25,7 +25,7 @@ from megatron_fanformer.model.placements import PLACEMENTS
 
 WRAP_PREFIX = "model."
 SEQUENTIAL, FANFORMER = "sequential", "fanformer"
-OPTIMIZER_FILES = ("optim.pt", "optim.safetensors", "optim", "train.pt", "trainer.pt", "other.pt")
+OPTIMIZER_FILES = ("optim.pt", "optim.safetensors", "optim", "train.pt", "trainer.pt", "other.pt")  # not converted
 Fields = Mapping[str, Any]
 
 
@@ -78,18 +78,17 @@ _RULES: dict[str, tuple[Any, Any, str]] = {
     "clip_qkv": (None, None, "queries, keys and values are not clipped"),
     "scale_logits": (False, False, "logits are not scaled"),
 }
-"""For each field: the reference's default, the one value that every FANformer here has, and the reason."""
+"""By field: the reference's default, the only value that can be converted, and the reason."""
 
 
 def open_reference(folder: Path) -> tuple[FANformerConfig, LazyTensors]:
-    """Return a checkpoint's configuration and its tensors under the reference's names, read one by one.
+    """Return a checkpoint's configuration and its tensors, which keep the reference's names and load on access.
 
-    p_ratio comes from the weights' shapes; so does whether FAN has a bias.
+    The weights' shapes give p_ratio if the configuration does not state it; their names tell whether FAN has a bias.
 
     Raises:
-        InputError: not such a folder, or a model that FANformerConfig cannot express.
-        CorruptError: the weights cannot be read, have no FAN map where the configuration says they do, or disagree
-            with its p_ratio.
+        InputError: the folder holds no checkpoint of the authors, or FANformerConfig cannot express the model.
+        CorruptError: the weights cannot be read, lack a FAN map that the configuration states, or contradict p_ratio.
     """
     fields = _stated_fields(folder)
     try:
@@ -98,8 +97,8 @@ def open_reference(folder: Path) -> tuple[FANformerConfig, LazyTensors]:
         raise InputError(f"the model in {folder} cannot be converted: {error}") from None
     if problems := _problems(fields) + sizes.problems():
         raise InputError(f"the model in {folder} cannot be converted: {'; '.join(problems)}")
-    tensors = _unwrapped(open_weights(folder))
-    config = _config(sizes, _fan(fields, sizes, tensors.meta))
+    tensors = _strip_wrap_prefix(open_weights(folder))
+    config = _config(sizes, _fan_config(fields, sizes, tensors.meta))
     if problems := config.stated_problems():
         raise InputError(f"the model in {folder} cannot be built: {'; '.join(problems)}")
     return config, tensors
@@ -111,8 +110,8 @@ def stated_end_of_text_id(folder: Path) -> int | None:
     return stated if type(stated) is int else None
 
 
-def beyond_reference(config: FANformerConfig) -> str | None:
-    """Return a phrase for a part of the model that the format cannot express; None if there is none."""
+def unsupported_part(config: FANformerConfig) -> str | None:
+    """Return a phrase for a part of the model that the authors' format cannot express; None if there is none."""
     if config.placement.reference_fields is None:
         return f"{config.placement.description} (placement {config.fan.placement})"
     if config.rope_scaling.is_scaled:
@@ -122,31 +121,25 @@ def beyond_reference(config: FANformerConfig) -> str | None:
     return "norms of queries and keys (qk_layernorm)" if config.qk_layernorm else None
 
 
-def optimizer_files(folder: Path) -> list[str]:
-    """Return the names of the reference trainer's files next to the weights; they are not converted."""
-    return [name for name in OPTIMIZER_FILES if (folder / name).exists()]
-
-
 def write_reference(
     folder: Path, config: FANformerConfig, tensors: Mapping[str, Tensor], end_of_text_id: int | None = None
 ) -> None:
-    """Write an empty folder for the authors' code and `open_reference`; `tensors` have the reference's names.
+    """Write a checkpoint that the authors' code opens into an empty folder; `tensors` have the reference's names.
 
-    All tensors are in memory at once. There is no safetensors file: the authors' trainer prefers one of this name to
-    `model.pt`, and expects pickles for the names of its tensors.
+    All tensors are in memory at once. No safetensors file is written: the authors' trainer would prefer it to
+    `model.pt`, and expect pickles as the names of its tensors.
     """
     text = yaml.safe_dump({"model": _fields(config, end_of_text_id)}, sort_keys=False)
     (folder / run_folder.CONFIG).write_text(text)
-    # Cloned, for torch saves all of the memory that a tensor is a part of.
+    # Cloned: torch.save would write all of the memory that a tensor is a part of.
     copies = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
     torch.save(copies, folder / MODEL_PT)
 
 
 def _stated_fields(folder: Path) -> dict[str, Any]:
-    """Return the model's fields: in a section of a training configuration, or at the top level of the wrapper's."""
+    """Return the model's fields: section `model` of a training configuration, or the wrapper's whole config.json."""
     path = folder / run_folder.CONFIG
-    path = path if path.is_file() else folder / CONFIG_JSON
-    config = run_folder.read_mapping(path)
+    config = run_folder.read_mapping(path if path.is_file() else folder / CONFIG_JSON)
     section = config.get("model")
     return section if isinstance(section, dict) else config
 
@@ -169,34 +162,37 @@ def _problems(fields: Fields) -> list[str]:
     return problems
 
 
-def _unwrapped(tensors: LazyTensors) -> LazyTensors:
+def _strip_wrap_prefix(tensors: LazyTensors) -> LazyTensors:
+    """Return tensors under names without the prefix of the Hugging Face wrapper, if all names have it."""
     if not all(name.startswith(WRAP_PREFIX) for name in tensors):
         return tensors
     meta = {name.removeprefix(WRAP_PREFIX): tensor for name, tensor in tensors.meta.items()}
     return LazyTensors(meta, lambda name: tensors[WRAP_PREFIX + name])
 
 
-def _fan(fields: Fields, sizes: _Sizes, shapes: Mapping[str, Tensor]) -> FANConfig:
+def _fan_config(fields: Fields, sizes: _Sizes, shapes: Mapping[str, Tensor]) -> FANConfig:
+    """Return FAN's configuration: the placement from the fields, ratios and bias from the first layer's FAN maps."""
     block_type = fields.get("block_type", SEQUENTIAL)
-    stated_fan = {"block_type": block_type, "use_ATF": bool(fields.get("use_ATF")) or block_type == FANFORMER}
-    placement = next(known for known in PLACEMENTS.values() if known.reference_fields == stated_fan)
+    stated = {"block_type": block_type, "use_ATF": bool(fields.get("use_ATF")) or block_type == FANFORMER}
+    placement = next(placement for placement in PLACEMENTS.values() if placement.reference_fields == stated)
     model = _config(sizes, FANConfig(placement=placement.name))
-    if model.stated_problems() or not placement.is_fanformer:  # the caller refuses problems
+    if model.stated_problems() or not placement.is_fanformer:  # open_reference reports the problems
         return model.fan
-    maps = placement.maps(model)
+    maps = placement.maps(model)  # one map for queries, keys and values; or one for queries and keys, one for values
     names = [names_in(layer_row(placement.tensor(fan_map.tensor)), 0, "reference")[0] for fan_map in maps]
-    if missing := [name for name in names if name not in shapes]:
-        raise CorruptError(f"the configuration says that the model has FAN, but the weights have no {missing[0]}")
-    stated = (fields.get("p_ratio"), None)  # there is no field for the p_ratio of the values' FAN layer
-    rows, widths = [shapes[name].shape[0] for name in names], [fan_map.width for fan_map in maps]
-    p_ratio, *value_ratios = map(inferred_p_ratio, rows, widths, stated)
-    v_p_ratio = next((ratio for ratio in value_ratios if int(ratio * widths[1]) != int(p_ratio * widths[1])), None)
+    ratios: list[float] = []
+    for name, fan_map in zip(names, maps, strict=True):
+        if name not in shapes:
+            raise CorruptError(f"the configuration says that the model has FAN, but the weights have no {name}")
+        stated_ratio = None if ratios else fields.get("p_ratio")  # no field states the p_ratio for values
+        ratios.append(inferred_p_ratio(shapes[name].shape[0], fan_map.width, stated_ratio))
+    differs_for_values = int(ratios[-1] * maps[-1].width) != int(ratios[0] * maps[-1].width)
     return FANConfig(
-        p_ratio=p_ratio,
+        p_ratio=ratios[0],
         activation="gelu" if fields.get("attention_activation") == "gelu" else "none",
         bias=names[0].replace(".weight", ".bias") in shapes,
         placement=placement.name,
-        v_p_ratio=v_p_ratio,
+        v_p_ratio=ratios[-1] if differs_for_values else None,
     )
 
 

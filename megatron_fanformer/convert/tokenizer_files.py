@@ -3,10 +3,10 @@
 A Hugging Face `tokenizer.json` is copied, without a post-processor that puts special tokens around a text: preparation
 and generation add none. A sentencepiece byte-pair model is rewritten as a `tokenizer.json`, exactly:
 
-- its pieces keep their ids, and every pair of pieces that makes a piece becomes a merge, ranked by the piece's score:
-  sentencepiece merges the neighbours that make the highest-scoring piece;
+- its pieces keep their ids. Every pair of pieces that joins to a piece becomes a merge, ranked by the joined piece's
+  score: sentencepiece merges the neighbors that make the highest-scoring piece;
 - sentencepiece writes a space as U+2581 inside its pieces. Here the pieces hold the space itself, so that no
-  normaliser is needed, and a literal U+2581 in a text is encoded by its bytes, as in this project's encoding;
+  normalizer is needed, and a literal U+2581 in a text is encoded by its bytes, as in this project's encoding;
 - control pieces stay special tokens, which transformers recognises inside a text unless `split_special_tokens` is set.
 
 The written files are read back and compared with the original on sample texts before they are published.
@@ -55,17 +55,17 @@ def write_tokenizer(folder: Path, extras: Extras, *, model_max_length: int) -> t
         an answer with another special token, that one.
 
     Raises:
-        InputError: it cannot be read, or is a sentencepiece model that has no exact equivalent.
+        InputError: the tokenizer cannot be read, or is a sentencepiece model without an exact equivalent.
     """
     from tokenizers import Tokenizer
 
     source, end_of_text_id = extras.tokenizer, extras.end_of_text_id
     assert source is not None and end_of_text_id is not None
     if source.suffix == ".model":
-        original, special_in_text = _write_sentencepiece(folder, source), False
+        encode, finds_special_tokens = _write_sentencepiece(folder, source), False
     else:
         _write_json(folder / TOKENIZER_JSON, source)
-        original, special_in_text = HuggingFaceTokenizer(source).encode, True
+        encode, finds_special_tokens = HuggingFaceTokenizer(source).encode, True
     written = Tokenizer.from_file(str(folder / TOKENIZER_JSON))
     vocabulary = written.get_vocab(with_added_tokens=True)
     end_of_text = next((piece for piece, piece_id in vocabulary.items() if piece_id == end_of_text_id), None)
@@ -87,20 +87,21 @@ def write_tokenizer(folder: Path, extras: Extras, *, model_max_length: int) -> t
     if extras.chat_template is not None:
         (folder / CHAT_TEMPLATE_JINJA).write_text(extras.chat_template, encoding="utf-8")
         ids = written.encode(ChatTemplate(extras.chat_template).end_of_turn(), add_special_tokens=False).ids
-        special = set(written.get_added_tokens_decoder()) - {end_of_text_id}
-        end_ids += [end_id for end_id in ids if end_id in special][-1:]
-    _verify(folder, source, original, special_in_text)
+        special_ids = set(written.get_added_tokens_decoder()) - {end_of_text_id}
+        end_ids += [end_id for end_id in ids if end_id in special_ids][-1:]
+    _verify(folder, source, encode, finds_special_tokens=finds_special_tokens)
     return max(vocabulary.values()) + 1, end_ids
 
 
 def adds_special_tokens(tokenizer: Path) -> bool:
-    """Return True for a `tokenizer.json` that puts special tokens around a text, which its export does not."""
+    """Return whether a tokenizer is a `tokenizer.json` that puts special tokens around a text; the export will not."""
     from tokenizers import Tokenizer
 
     return tokenizer.suffix == ".json" and Tokenizer.from_file(str(tokenizer)).num_special_tokens_to_add(False) > 0
 
 
 def _write_json(file: Path, source: Path) -> None:
+    """Copy a `tokenizer.json`, without the special tokens that its post-processor puts around a text."""
     if not adds_special_tokens(source):
         shutil.copyfile(source, file)
         return
@@ -110,33 +111,33 @@ def _write_json(file: Path, source: Path) -> None:
 
 
 def _without_special_tokens(processor: dict[str, Any]) -> dict[str, Any] | None:
-    """Return a post-processor's part for bytes, which only moves offsets; None if there is none."""
+    """Return a post-processor's byte-level part, which adds no tokens; None if it has no such part."""
     if processor["type"] == "Sequence":
-        kept = [part for inner in processor["processors"] if (part := _without_special_tokens(inner))]
-        return {**processor, "processors": kept} if kept else None
+        parts = list(filter(None, map(_without_special_tokens, processor["processors"])))
+        return {**processor, "processors": parts} if parts else None
     return processor if processor["type"] == "ByteLevel" else None
 
 
-def check_fits(tokenizer: Path, ids: int, vocab_size: int) -> None:
-    """Raise InputError if a tokenizer has ids beyond a model's vocabulary."""
-    if ids > vocab_size:
+def check_fits(tokenizer: Path, num_ids: int, vocab_size: int) -> None:
+    """Raise InputError if a tokenizer has more ids than a model's vocabulary."""
+    if num_ids > vocab_size:
         raise InputError(
-            f"tokenizer {tokenizer} has {ids} ids, the model's vocabulary {vocab_size}; name the tokenizer that the "
-            "model was trained with"
+            f"tokenizer {tokenizer} has {num_ids} ids, the model's vocabulary {vocab_size}; name the tokenizer that "
+            "the model was trained with"
         )
 
 
 def _write_sentencepiece(folder: Path, source: Path) -> Callable[[str], list[int]]:
-    """Write `tokenizer.json` for a sentencepiece model, and a copy of it; return the original's encoding."""
+    """Write a `tokenizer.json` equal to a sentencepiece model, and a copy of the model; return the model's `encode`."""
     from sentencepiece import sentencepiece_model_pb2
 
     model: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # made at run time
     model.ParseFromString(source.read_bytes())
-    # sentencepiece never matches such pieces in a text; the tokenizer written here would. Sample texts show the rest.
+    # sentencepiece never matches such pieces in a text; the tokenizer written here would. `_verify` shows the rest.
     if any(piece.type == piece.UNUSED or " " in piece.piece for piece in model.pieces):
         raise InputError(
             f"sentencepiece model {source} has unused pieces or pieces with a plain space, which Hugging Face's format "
-            "has not; export with a tokenizer.json instead, or without a tokenizer"
+            "cannot express; export with a tokenizer.json instead, or without a tokenizer"
         )
     text = json.dumps(_tokenizer_json(model), indent=1, ensure_ascii=False)
     (folder / TOKENIZER_JSON).write_text(text, encoding="utf-8")
@@ -145,7 +146,7 @@ def _write_sentencepiece(folder: Path, source: Path) -> Callable[[str], list[int
 
 
 def _tokenizer_json(model: Any) -> dict[str, Any]:
-    """Return the content of a `tokenizer.json` that encodes as the sentencepiece model does."""
+    """Return the content of a `tokenizer.json` that gives the same ids as the sentencepiece model."""
     from tokenizers import AddedToken, Tokenizer, decoders, models
 
     pieces = [piece.piece.replace(SPACE_MARK, " ") for piece in model.pieces]
@@ -162,22 +163,22 @@ def _tokenizer_json(model: Any) -> dict[str, Any]:
 
 
 def _merges(scores: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """Return every pair of pieces that makes a piece, the highest-scoring piece first."""
+    """Yield every pair of pieces that joins to a piece, beginning with the joined piece of the highest score."""
     for piece in sorted(scores, key=lambda piece: -scores[piece]):
         for cut in range(1, len(piece)):
             if piece[:cut] in scores and piece[cut:] in scores:
                 yield piece[:cut], piece[cut:]
 
 
-def _verify(folder: Path, source: Path, original: Callable[[str], list[int]], special_in_text: bool) -> None:
-    """Read the files back as transformers does, and compare the ids of plain texts with the original's."""
+def _verify(folder: Path, source: Path, encode: Callable[[str], list[int]], *, finds_special_tokens: bool) -> None:
+    """Read the written files with transformers, and compare the ids of sample texts with the original's `encode`."""
     from transformers import PreTrainedTokenizerFast
 
-    written = PreTrainedTokenizerFast.from_pretrained(folder, split_special_tokens=not special_in_text)
+    written = PreTrainedTokenizerFast.from_pretrained(folder, split_special_tokens=not finds_special_tokens)
     for text in SAMPLE_TEXTS:
-        wanted, ids = original(text), written.encode(text, verbose=False)
-        if ids != wanted:
+        expected, ids = encode(text), written.encode(text, verbose=False)
+        if ids != expected:
             raise InputError(
                 f"tokenizer {source} has no exact equivalent in Hugging Face's format: {text!r} gives {ids} "
-                f"instead of {wanted}; export without a tokenizer"
+                f"instead of {expected}; export without a tokenizer"
             )

@@ -40,10 +40,10 @@ class ConvertOptions:
 def convert(options: ConvertOptions) -> None:
     """Run `convert`."""
     from megatron_fanformer.checkpoint.remote import on_this_machine
-    from megatron_fanformer.convert.recognition import MODELS, recognise
+    from megatron_fanformer.convert.recognition import MODELS, recognize
 
     source = on_this_machine(options.source)
-    recognise(source, MODELS)  # anything else is reported before torch is imported
+    recognize(source, MODELS)  # reports a wrong path before torch is imported
     device.prepare_megatron(on_cpu=True)
     from megatron_fanformer.convert.convert import convert_checkpoint
 
@@ -84,7 +84,7 @@ class MergeOptions:
 
 def merge(options: MergeOptions) -> None:
     """Run `merge`."""
-    checkpoints = _checkpoints(options)
+    checkpoints = _find_checkpoints(options)
     weights = options.weights or (1.0,) * len(checkpoints)
     if len(checkpoints) < FEWEST_MERGED:
         raise InputError(f"one checkpoint is not an average; name {FEWEST_MERGED} or more, or a run with --last N")
@@ -100,26 +100,27 @@ def merge(options: MergeOptions) -> None:
     show(merge_checkpoints(checkpoints, [weight / math.fsum(weights) for weight in weights], options.output))
 
 
-def _checkpoints(options: MergeOptions) -> list[Path]:
+def _find_checkpoints(options: MergeOptions) -> list[Path]:
     from megatron_fanformer.checkpoint.remote import on_this_machine
     from megatron_fanformer.checkpoint.run_folder import complete_checkpoints
-    from megatron_fanformer.convert.recognition import checkpoint_of, find_checkpoint, recognise
+    from megatron_fanformer.convert.recognition import checkpoint_of, find_checkpoint, recognize
 
     if options.last is None:
         return [find_checkpoint(on_this_machine(source)) for source in options.sources]
     if len(options.sources) > 1:
         raise InputError(
-            f"--last is of one run, but {len(options.sources)} are named; name one, or the checkpoints themselves"
+            f"--last takes checkpoints of one run, but {len(options.sources)} are named; name one run, or the "
+            "checkpoints themselves"
         )
-    run = recognise(options.sources[0], ("run",))
-    latest = checkpoint_of(run)  # later ones belong to a run that was rewound
-    paths = [folder for folder in complete_checkpoints(run.path) if folder.name <= latest.name]
-    if not FEWEST_MERGED <= options.last <= len(paths):
+    run = recognize(options.sources[0], ("run",))
+    latest = checkpoint_of(run)  # the run was set back to it: later checkpoints are not averaged
+    checkpoints = [folder for folder in complete_checkpoints(run.path) if folder.name <= latest.name]
+    if not FEWEST_MERGED <= options.last <= len(checkpoints):
         raise InputError(
-            f"--last is {options.last}; it must be at least {FEWEST_MERGED}, and {run.path} has {len(paths)} up to its "
-            "latest; have a run keep more by checkpoint.keep"
+            f"--last is {options.last}; it must be at least {FEWEST_MERGED}, and {run.path} has {len(checkpoints)} up "
+            "to its latest; have a run keep more by checkpoint.keep"
         )
-    return paths[-options.last :]
+    return checkpoints[-options.last :]
 
 
 MERGE = Verb(

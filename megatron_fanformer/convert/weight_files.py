@@ -1,7 +1,7 @@
-"""Weight files on disk, read and written one tensor at a time.
+"""Reads and writes files of weights, one tensor at a time.
 
-Nothing that is read is executed, and nothing written in a file can have a file outside the folder opened. (Links in the
-folder are followed: the Hugging Face cache consists of links.)
+Nothing in a file is executed, and no name in a file makes another folder's file be opened. (Links in the folder are
+followed: the Hugging Face cache consists of links.)
 """
 
 import json
@@ -26,9 +26,9 @@ MODEL_PT = "model.pt"
 PICKLED = (MODEL_PT, "pytorch_model.bin")
 SAFETENSORS_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _TYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_TYPES.items()}
-PICKLED_NAME = "gA"  # a pickle's first bytes in base 64, in which the authors' code writes nested names
+PICKLED_NAME = "gA"  # a pickle's first bytes in base 64: the authors' code writes nested names as such pickles
 HEADER_MULTIPLE = 8
-LARGEST_INDEX_BYTES = 1 << 26  # of the list of shards: a million tensors
+LARGEST_INDEX_BYTES = 1 << 26  # a list of a million tensors in shards
 
 
 # -- reading
@@ -40,9 +40,9 @@ def open_weights(folder: Path) -> LazyTensors:
     Pickled files are mapped into memory, and loaded as weights only.
 
     Raises:
-        InputError: the folder has none of them.
-        CorruptError: a file cannot be read, holds more than tensors, or is named by a path; damage in a tensor's own
-            bytes, which safetensors cannot detect, goes unnoticed.
+        InputError: the folder has none of these files.
+        CorruptError: a file cannot be read or holds more than tensors, or the index names a file of another folder.
+            Damage in a tensor's bytes goes unnoticed in safetensors, which have no checksum.
     """
     with _reporting_damage(folder):
         files = weight_files(folder)
@@ -50,22 +50,22 @@ def open_weights(folder: Path) -> LazyTensors:
             is_mapped = zipfile.is_zipfile(files[0])  # older pickles are not archives, and cannot be mapped
             tensors = _load_pickled(files[0], is_mapped)
             meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
-            # Mapped anew each time: a map keeps the pages that were read in memory.
+            # Mapped anew for every tensor: a map keeps the pages that were read in memory.
             return LazyTensors(meta, lambda name: (_load_pickled(files[0], True) if is_mapped else tensors)[name])
-        return _in_safetensors(folder, files)
+        return _open_safetensors(folder, files)
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files that hold a folder's weights; those that the index of shards names need not exist.
+    """Return the files that hold a folder's weights; the shards that an index names need not exist.
 
     Raises:
-        InputError: the folder has none.
-        CorruptError: the index names something other than files of the folder.
+        InputError: the folder has no such file.
+        CorruptError: the index names anything but safetensors files in the folder.
     """
     if (folder / SAFETENSORS).is_file():
         return [folder / SAFETENSORS]
     if (folder / SAFETENSORS_INDEX).is_file():
-        return [folder / shard for shard in _shards_named(folder / SAFETENSORS_INDEX)]
+        return [folder / shard for shard in _read_shard_names(folder / SAFETENSORS_INDEX)]
     for name in PICKLED:
         if (folder / name).is_file():
             return [folder / name]
@@ -73,14 +73,14 @@ def weight_files(folder: Path) -> list[Path]:
     raise InputError(f"{folder} holds no weights; it must hold one of {names}")
 
 
-def _shards_named(index: Path) -> list[str]:
+def _read_shard_names(index: Path) -> list[str]:
     content = json.loads(regular_file(index, most_bytes=LARGEST_INDEX_BYTES).read_text(encoding="utf-8"))
     shards = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(shards, dict) or not shards:
         raise CorruptError(f"{index} names no shards; copy it again")
     for shard in shards.values():
-        plain = isinstance(shard, str) and Path(shard).name == shard and "\\" not in shard
-        if not plain or not shard.endswith(".safetensors"):
+        is_file_name = isinstance(shard, str) and Path(shard).name == shard and "\\" not in shard
+        if not is_file_name or not shard.endswith(".safetensors"):
             raise CorruptError(
                 f"{index} names {shard!r}, which is not a safetensors file in its folder; put the shards next to "
                 "the index, and list them by file name"
@@ -88,24 +88,25 @@ def _shards_named(index: Path) -> list[str]:
     return sorted(set(shards.values()))
 
 
-def _in_safetensors(folder: Path, files: list[Path]) -> LazyTensors:
+def _open_safetensors(folder: Path, files: list[Path]) -> LazyTensors:
     meta: dict[str, Tensor] = {}
-    places: dict[str, Path] = {}
+    file_of: dict[str, Path] = {}
     for file in files:
-        for name, shape in _shapes_in(file):
+        for name, meta_tensor in _read_meta(file):
             if name in meta:
                 raise CorruptError(f"{file} holds {name}, which another shard holds too; copy the folder again")
-            meta[name], places[name] = shape, file
+            meta[name], file_of[name] = meta_tensor, file
 
     def load(name: str) -> Tensor:
-        # Reopened each time: an open file keeps the pages that were read in memory.
-        with _reporting_damage(folder), safetensors.safe_open(places[name], framework="pt") as stream:
+        # Reopened for every tensor: an open file keeps the pages that were read in memory.
+        with _reporting_damage(folder), safetensors.safe_open(file_of[name], framework="pt") as stream:
             return stream.get_tensor(name)
 
     return LazyTensors(meta, load)
 
 
-def _shapes_in(file: Path) -> Iterator[tuple[str, Tensor]]:
+def _read_meta(file: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name of every tensor in a safetensors file, with a tensor of its shape and type on the meta device."""
     with safetensors.safe_open(regular_file(file), framework="pt") as stream:
         for name in stream.keys():  # noqa: SIM118 (it is not a mapping)
             if name.startswith(PICKLED_NAME):
@@ -114,13 +115,13 @@ def _shapes_in(file: Path) -> Iterator[tuple[str, Tensor]]:
                     "use model.pt instead, or save it again with safetensors.torch.save_file under plain names"
                 )
             part = stream.get_slice(name)
-            dtype = SAFETENSORS_TYPES.get(kind := part.get_dtype())
-            if dtype is None:
+            type_name = part.get_dtype()
+            if type_name not in SAFETENSORS_TYPES:
                 raise CorruptError(
-                    f"{file} holds {name} as {kind}, in no number format of weights "
+                    f"{file} holds {name} as {type_name}, in no number format of weights "
                     f"({', '.join(SAFETENSORS_TYPES)}); save the model in one of these, unquantized"
                 )
-            yield name, torch.empty(part.get_shape(), dtype=dtype, device="meta")
+            yield name, torch.empty(part.get_shape(), dtype=SAFETENSORS_TYPES[type_name], device="meta")
 
 
 def _load_pickled(file: Path, is_mapped: bool) -> dict[str, Tensor]:
@@ -139,9 +140,9 @@ def _reporting_damage(folder: Path) -> AbstractContextManager[None]:
 
 
 def write_shards(folder: Path, tensors: Mapping[str, Tensor], *, max_shard_size: str) -> None:
-    """Write safetensors as transformers reads them: one file, or shards of `max_shard_size` and an index.
+    """Write safetensors as transformers reads them: one file, or shards of at most `max_shard_size` and an index.
 
-    Lazy tensors are requested in order, one at a time.
+    Lazy tensors are requested one at a time.
 
     Raises:
         InputError: `max_shard_size` is not a size.
@@ -158,16 +159,16 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], *, max_shard_size:
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], names: list[str]) -> None:
-    """Write the named tensors into one file, each as it comes: safetensors' own writer needs all of them at once."""
+    """Write the named tensors into one file, requesting one at a time: safetensors' own writer needs all at once."""
     meta = meta_of(tensors)
-    # Wide types first, so that each tensor is aligned to its type.
+    # Wide types come first, so that every tensor is aligned to its type.
     order = sorted(names, key=lambda name: -meta[name].itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in order:
         start, end = end, end + meta[name].nbytes
-        kind = _TYPE_NAMES[meta[name].dtype]
-        header[name] = {"dtype": kind, "shape": list(meta[name].shape), "data_offsets": [start, end]}
+        type_name = _TYPE_NAMES[meta[name].dtype]
+        header[name] = {"dtype": type_name, "shape": list(meta[name].shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % HEADER_MULTIPLE)
     with path.open("wb") as stream:  # buffered: it goes on where a call writes a part, and copies no large tensor

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.training_state import load_weights
 from megatron_fanformer.convert.name_table import convert
-from megatron_fanformer.convert.recognition import RUNNABLE, checkpoint_of, recognise
+from megatron_fanformer.convert.recognition import RUNNABLE, checkpoint_of, recognize
 from megatron_fanformer.data.tokenizer import GENERATION_CONFIG, Tokenizer, load_tokenizer, read_beside
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.build import build_stages, sharded_state
@@ -64,7 +64,7 @@ def find_model(checkpoint: Path, *, eod_id: int | None = None) -> ModelSource:
         InputError: there is none, or it cannot be built.
         CorruptError: its configuration cannot be read.
     """
-    target = recognise(checkpoint, RUNNABLE)
+    target = recognize(checkpoint, RUNNABLE)
     folder = checkpoint_of(target)
     if target.kind == "hf":
         from megatron_fanformer.convert.huggingface import stated_model  # imports transformers: over a second

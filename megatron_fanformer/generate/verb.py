@@ -101,10 +101,10 @@ class ChatConfig(_TextConfig):
 
 def _before(config: AnyConfig) -> tuple[AnyConfig]:
     from megatron_fanformer.checkpoint.remote import on_this_machine
-    from megatron_fanformer.convert.recognition import RUNNABLE, recognise
+    from megatron_fanformer.convert.recognition import RUNNABLE, recognize
 
     checkpoint = on_this_machine(config.checkpoint)
-    recognise(checkpoint, RUNNABLE)  # what cannot be run is reported before torch is imported
+    recognize(checkpoint, RUNNABLE)  # what cannot be run is reported before torch is imported
     device.prepare_megatron()
     return (replace(config, checkpoint=checkpoint),)
 

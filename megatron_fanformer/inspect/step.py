@@ -15,7 +15,7 @@ from typing import Any
 from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.remote import on_this_machine
 from megatron_fanformer.checkpoint.stored_files import read_table, saved_progress
-from megatron_fanformer.convert.recognition import OURS, Target, recognise
+from megatron_fanformer.convert.recognition import OURS, Target, recognize
 from megatron_fanformer.data.fingerprint import fingerprint_from_plain
 from megatron_fanformer.data.ledger import LedgerRow, open_ledger
 from megatron_fanformer.data.manifest import read_manifest
@@ -49,7 +49,7 @@ def inspect_step(path: str, step: int, overrides: tuple[str, ...] = ()) -> Repor
     path = on_this_machine(path)
     if Path(path).suffix in (".yaml", ".yml"):
         return describe_step(load_config(Path(path), overrides), step)
-    target = recognise(path, OURS)
+    target = recognize(path, OURS)
     _refuse_former_data(target, step)
     return describe_step(load_config(target.path / run_folder.CONFIG, overrides), step)
 

@@ -76,7 +76,7 @@ def inspect_path(path: str, *, verify: bool = False) -> dict[str, Any]:
         CorruptError: it cannot be read, or fails its verification.
     """
     from megatron_fanformer.checkpoint.remote import on_this_machine
-    from megatron_fanformer.convert.recognition import KINDS, OURS, Target, checkpoint_of, recognise
+    from megatron_fanformer.convert.recognition import KINDS, OURS, Target, checkpoint_of, recognize
     from megatron_fanformer.data.manifest import read_manifest
 
     if is_url(path) and (
@@ -85,7 +85,7 @@ def inspect_path(path: str, *, verify: bool = False) -> dict[str, Any]:
         target = Target("token files", Path(path), (re.sub(r"\.(npy|bin|idx)$", "", path),))
     else:
         kinds = [kind for kind in KINDS if kind != "megatron-lm"]
-        target = recognise(on_this_machine(path), kinds)
+        target = recognize(on_this_machine(path), kinds)
     if target.is_data:
         from megatron_fanformer.inspect.dataset import check_data, describe_data
 

@@ -21,9 +21,9 @@ from megatron_fanformer.checkpoint.stored_files import COMMON
 from megatron_fanformer.cli import PROGRAM, main
 from megatron_fanformer.convert.megatron_lm import (
     HYBRID_NORM,
-    OWN_NORM,
-    _one_for_each_layer,
-    _with_end_of_text,
+    OUR_NORM,
+    _count_end_of_text,
+    _unstack_layers,
     open_megatron_lm,
 )
 from megatron_fanformer.convert.megatron_names import FIELDS, RULES
@@ -247,11 +247,11 @@ def test_a_null_tokenizers_end_of_text_is_an_id() -> None:
     arguments: dict[str, Any] = {"vocab_size": 250, "tokenizer_type": "NullTokenizer"}
     if "eod_id" in inspect.signature(NullTokenizer).parameters:
         arguments["null_tokenizer_eod_id"] = None
-    ids = _with_end_of_text(arguments, rows=256)["vocab_size"]
+    ids = _count_end_of_text(arguments, rows=256)["vocab_size"]
     tokenizer = NullTokenizer(250)
     assert (ids, ids - 1) == (tokenizer.vocab_size, tokenizer.eod)
     for others in ({"tokenizer_type": "NullTokenizer"}, {"vocab_size": 250}, {}):
-        assert _with_end_of_text(others, rows=256) == others
+        assert _count_end_of_text(others, rows=256) == others
 
 
 def test_arguments_that_are_not_there_can_be_stated(tmp_path: Path, convert: Any) -> None:
@@ -308,9 +308,9 @@ def test_no_more_layers_are_named_than_are_stored(tmp_path: Path) -> None:
         return SimpleNamespace(described={name: described}, meta=lambda *_: torch.empty(4, device="meta"))
 
     own = [f"decoder.layers.{layer}.mlp.linear_fc2.weight" for layer in range(3)]
-    assert list(_one_for_each_layer(tmp_path, stack(3, 3), [name])) == own
+    assert list(_unstack_layers(tmp_path, stack(3, 3), [name])) == own
     with pytest.raises(CorruptError, match="of 4 layers in 3 parts"):
-        _one_for_each_layer(tmp_path, stack(4, 3), [name])
+        _unstack_layers(tmp_path, stack(4, 3), [name])
 
 
 def test_a_hybrid_stack_is_attention_and_mlp_in_turn(tmp_path: Path) -> None:
@@ -325,6 +325,6 @@ def test_a_hybrid_stack_is_attention_and_mlp_in_turn(tmp_path: Path) -> None:
     attention, mlp = "self_attention.linear_proj.weight", "mlp.linear_fc1.layer_norm_weight"
     norm = "0.pre_mlp_layernorm.weight"
     own = [f"decoder.layers.{name}" for name in (f"0.{attention}", norm, f"1.{attention}")]
-    assert list(_one_for_each_layer(tmp_path, *stack(attention, mlp, attention))) == [*own, OWN_NORM]
+    assert list(_unstack_layers(tmp_path, *stack(attention, mlp, attention))) == [*own, OUR_NORM]
     with pytest.raises(InputError, match=r"has decoder\.layers\.1\.mixer\.D: its layers are not attention and MLP"):
-        _one_for_each_layer(tmp_path, *stack(attention, "mixer.D"))
+        _unstack_layers(tmp_path, *stack(attention, "mixer.D"))

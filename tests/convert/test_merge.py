@@ -167,7 +167,7 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("a", "one checkpoint is not an average; name 2 or more, or a run with --last N", 2),
         ("a --last 2", "--last is 2; it must be at least 2, and a has 1 up to its latest", 2),
-        ("a b --last 2", "--last is of one run, but 2 are named", 2),
+        ("a b --last 2", "--last takes checkpoints of one run, but 2 are named", 2),
         ("a/checkpoints/step-00000000 --last 2", "is one checkpoint of a run (checkpoints/step-…); name a run's", 2),
         ("a b --weights 1", "--weights states 1, but checkpoints are 2; state one for each", 2),
         ("a b --weights 1 0", "--weights: 0 is not a finite number above 0; leave that checkpoint out", 2),

@@ -20,7 +20,7 @@ from megatron_fanformer.convert.recognition import (
     Kind,
     checkpoint_of,
     find_checkpoint,
-    recognise,
+    recognize,
 )
 from megatron_fanformer.errors import InputError
 from tests.small_runs import small_run, write_config, write_tokens
@@ -56,13 +56,13 @@ def make(folder: Path, kind: Kind) -> Path:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_is_recognised(kind: Kind, tmp_path: Path) -> None:
-    assert recognise(make(tmp_path / "path", kind)).kind == kind
+    assert recognize(make(tmp_path / "path", kind)).kind == kind
 
 
 def test_megatron_lm_may_save_into_a_folder_of_any_name(tmp_path: Path) -> None:
     make(tmp_path / run_folder.CHECKPOINTS, "megatron-lm")
     (tmp_path / run_folder.CHECKPOINTS / TRACKER).write_text("3\n")
-    target = recognise(tmp_path / run_folder.CHECKPOINTS)
+    target = recognize(tmp_path / run_folder.CHECKPOINTS)
     assert target.kind == "megatron-lm"
     assert checkpoint_of(target) == tmp_path / run_folder.CHECKPOINTS / "iter_0000003"
 
@@ -85,7 +85,7 @@ def test_a_path_from_within_a_run(
     run = make(tmp_path / "run", "run")
     (run / inside).mkdir(exist_ok=True)
     monkeypatch.chdir(run / inside)
-    target = recognise(path)
+    target = recognize(path)
     assert target.kind == kind
     assert target.path.absolute().resolve() == (run if kind == "run" else run / run_folder.CHECKPOINTS / STEP)
     assert run_folder.step_of(checkpoint_of(target)) == 3
@@ -94,7 +94,7 @@ def test_a_path_from_within_a_run(
 def test_a_run_without_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / run_folder.CONFIG).write_text("training: {}\nmodel: {}\n")
-    assert recognise(tmp_path / "run").kind == "run"
+    assert recognize(tmp_path / "run").kind == "run"
     with pytest.raises(InputError, match="is a run's folder without a checkpoint yet"):
         find_checkpoint(tmp_path / "run")
 
@@ -105,7 +105,7 @@ def test_a_hugging_face_folder_may_hold_checkpoints_of_somebodys_training(tmp_pa
     (make(tmp_path / "trained", "hf") / run_folder.LATEST).write_text("global_step500")
     make(tmp_path / run_folder.CHECKPOINTS, "hf")
     for name in ("path", "trained", run_folder.CHECKPOINTS):
-        target = recognise(tmp_path / name)
+        target = recognize(tmp_path / name)
         assert (target.kind, target.path) == ("hf", tmp_path / name)
 
 

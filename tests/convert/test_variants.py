@@ -68,7 +68,7 @@ def test_every_variant_to_hugging_face_and_back(root: Path, name: str, tmp_path:
     exact = exact_logits(variant, weights, ids)[..., : variant.tokens]
     assert (logits.double() - exact).abs().max() < SAME_LOGITS
     if not variant.bias:
-        with pytest.raises(InputError, match="has FAN maps without a bias, which the authors' format has not"):
+        with pytest.raises(InputError, match="has FAN maps without a bias, which the authors' format cannot express"):
             convert_checkpoint(tmp_path / "hf", tmp_path / "back", to="reference", verified=False)
         return
     convert_checkpoint(tmp_path / "hf", tmp_path / "back", to="reference", verified=False)
@@ -106,5 +106,5 @@ def test_fan_layers_to_hugging_face_and_back(tmp_path: Path) -> None:
     ids_alone = {name: FFN_MODEL.vocab_size for name in tensors if "embeddings" in name or "output" in name}
     same = [torch.equal(back[name][: ids_alone.get(name)], tensors[name][: ids_alone.get(name)]) for name in tensors]
     assert all(same)
-    with pytest.raises(InputError, match="which the authors' format has not; convert it to hf or megatron"):
+    with pytest.raises(InputError, match="which the authors' format cannot express; convert it to hf or megatron"):
         convert_checkpoint(tmp_path / "run", tmp_path / "reference", to="reference")
