@@ -26,7 +26,6 @@ from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from megatron_fanformer.model.placements import PLACEMENTS
 from megatron_fanformer.model.rope_scaling import RopeScalingConfig
 
-MODEL_CARD = "README.md"
 AUTO_MAP = {
     "AutoConfig": "configuration_fanformer.FANformerConfig",
     "AutoModel": "modeling_fanformer.FANformerModel",
@@ -68,7 +67,7 @@ def write_huggingface(folder: Path, config: FANformerConfig, tensors: Mapping[st
     for module in (configuration_fanformer, modeling_fanformer):
         shutil.copyfile(str(module.__file__), folder / Path(str(module.__file__)).name)
     write_shards(folder, tensors, max_shard_size=extras.max_shard_size)
-    (folder / MODEL_CARD).write_text(model_card(config, extras), encoding="utf-8")
+    (folder / "README.md").write_text(model_card(config, extras), encoding="utf-8")
 
 
 def open_huggingface(folder: Path) -> tuple[FANformerConfig, LazyTensors]:

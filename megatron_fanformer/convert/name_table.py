@@ -141,11 +141,6 @@ class Row:
         """Return Megatron's tensor on the meta device."""
         return torch.empty([size.value(config) for size in self.shape], dtype=dtype, device="meta")
 
-    @property
-    def is_vocabulary(self) -> bool:
-        """Return True for a tensor of one row per token id, and rows of padding."""
-        return self.shape[0].symbol == "V"
-
 
 def _vocabulary(megatron: str, reference: str, hf: str) -> Row:
     return Row(

@@ -25,7 +25,7 @@ from transformers.initialization import no_init_weights
 from megatron_fanformer.checkpoint.manifest import versions
 from megatron_fanformer.convert.checkpoints import Checkpoint
 from megatron_fanformer.convert.huggingface import to_huggingface_config
-from megatron_fanformer.convert.name_table import convert, names_in, rows_of
+from megatron_fanformer.convert.name_table import EMBEDDING, HEAD, convert, names_in
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import CorruptError, FanformerError
 from megatron_fanformer.hf import FANformerForCausalLM
@@ -107,12 +107,7 @@ def different_tensors(source: Checkpoint, destination: Checkpoint, dtype: torch.
     back = convert(
         destination.tensors, destination.config, destination.format, source.format, target_config=source.config
     )
-    vocabulary = {
-        name
-        for row, layer in rows_of(source.config)
-        if row.is_vocabulary
-        for name in names_in(row, layer, source.format)
-    }
+    vocabulary = {name for row in (EMBEDDING, HEAD) for name in names_in(row, None, source.format)}
     shared_rows = min(
         checkpoint.config.vocab_size if checkpoint.format == "hf" else checkpoint.config.padded_vocab_size
         for checkpoint in (source, destination)

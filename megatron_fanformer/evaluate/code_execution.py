@@ -21,8 +21,6 @@ from typing import Literal, NamedTuple
 
 from megatron_fanformer.processes import usable_cores
 
-PASSED = "passed"
-
 
 class Program(NamedTuple):
     """A program, and the tests that are run after it, with its names."""
@@ -81,7 +79,7 @@ def _run(limits: Limits, program: Program) -> Result:
                 os.killpg(process.pid, signal.SIGKILL)
     if report:
         text = report.decode(errors="replace")
-        return Result(outcome="passed") if text == PASSED else Result(outcome="failed", message=text)
+        return Result(outcome="passed") if text == "passed" else Result(outcome="failed", message=text)
     if process.returncode == -signal.SIGXCPU:
         return Result(outcome="timed out", message=f"it took more than {limits.cpu_seconds} s of CPU time")
     if process.returncode < 0:

@@ -217,27 +217,24 @@ def padded_length(length: int, unit: int) -> int:
 def _micro_batches(
     rows_mb: np.ndarray, read: ReadRow, scored: np.ndarray, seq_length: int
 ) -> Generator[dict[str, Tensor], None, None]:
-    for rows in rows_mb:
-        yield _micro_batch(rows, read, scored, seq_length)
+    """Yield micro batches [b, s] of the rows numbered in `rows_mb` [micro batches, b].
 
-
-def _micro_batch(rows: np.ndarray, read: ReadRow, scored: np.ndarray, seq_length: int) -> dict[str, Tensor]:
-    """Return rows, by their numbers, as a micro batch [b, s]: each id but the last is a token, the one behind it its
-    label.
+    All ids of a row but the last are tokens; a token's label is the next id. The last `scored[row]` labels count.
     """
-    tokens = np.zeros((len(rows), seq_length), dtype=np.int64)
-    labels, loss_mask = np.zeros_like(tokens), np.zeros(tokens.shape, dtype=np.float32)
-    present = rows[rows != EMPTY].tolist()
-    for number, (row, ids) in enumerate(zip(present, side_by_side(read, present), strict=True)):
-        end = len(ids) - 1
-        tokens[number, :end], labels[number, :end] = ids[:-1], ids[1:]
-        loss_mask[number, end - scored[row] : end] = 1
-    return {
-        "tokens": torch.from_numpy(tokens),
-        "labels": torch.from_numpy(labels),
-        "loss_mask": torch.from_numpy(loss_mask),
-        "position_ids": torch.arange(seq_length).expand(len(rows), -1).contiguous(),
-    }
+    for rows in rows_mb:
+        tokens = np.zeros((len(rows), seq_length), dtype=np.int64)
+        labels, loss_mask = np.zeros_like(tokens), np.zeros(tokens.shape, dtype=np.float32)
+        present = rows[rows != EMPTY].tolist()
+        for position, (row, ids) in enumerate(zip(present, side_by_side(read, present), strict=True)):
+            end = len(ids) - 1
+            tokens[position, :end], labels[position, :end] = ids[:-1], ids[1:]
+            loss_mask[position, end - scored[row] : end] = 1
+        yield {
+            "tokens": torch.from_numpy(tokens),
+            "labels": torch.from_numpy(labels),
+            "loss_mask": torch.from_numpy(loss_mask),
+            "position_ids": torch.arange(seq_length).expand(len(rows), -1).contiguous(),
+        }
 
 
 def _rounded_up(number: int, unit: int) -> int:

@@ -84,8 +84,6 @@ GENERATED: Mapping[str, str] = {"exact_match": "gsm8k", "pass@1": "humaneval mbp
 OWN = "own:"
 """Prefix of the names of tasks of one's own, in a request file and where one is named."""
 
-OWN_SUFFIX = ".jsonl"
-
 GROUPS: Mapping[str, str] = {
     "paper": """
         piqa hellaswag winogrande openbook_qa boolq sciq arc_easy arc_challenge copa rte commitment_bank mrpc sst2""",
@@ -106,7 +104,6 @@ GROUPS: Mapping[str, str] = {
 """`paper`: the in-loop tasks of the paper; `olmo-core-8`: those of its table 1; `easy`: as OLMo 3's suite of tasks in
 which small models differ, mostly bits per byte, as far as the library has them."""
 
-OF_CHOICES = ("acc", "len_norm", "len_norm_with_space", "per_token", "bpb", "bpb_with_space", "ce_loss")
 OF_ONE_ANSWER = ("bpb", "bpb_with_space", "ce_loss")
 """The metrics of tasks that score the right answer alone."""
 
@@ -150,8 +147,8 @@ def _meant(name: str) -> str:
 
 
 def is_own(name: str) -> bool:
-    """Return whether a name is that of a file with a task of one's own."""
-    return name.endswith(OWN_SUFFIX)
+    """Return whether a name of `--tasks` is a file of the user's own questions."""
+    return name.endswith(".jsonl")
 
 
 def resolve(names: Sequence[str]) -> list[Task]:
