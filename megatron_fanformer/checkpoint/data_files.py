@@ -1,7 +1,7 @@
-"""Torch files read as data: tensors and plain values, nothing else.
+"""Reading of torch files as data: tensors and plain values, nothing else.
 
-A torch archive is a pickle, which may execute code when it is loaded as one. It is loaded here as torch loads weights,
-which refuses everything but data. Objects in another program's checkpoint are read as `Record`s: no class is imported.
+A torch archive contains a pickle, which may execute code when it is loaded. These functions load it with torch's option
+`weights_only`, which refuses everything but data. Objects of other programs become `Record`s: no class is imported.
 """
 
 import io
@@ -32,33 +32,33 @@ _DAMAGE: tuple[type[BaseException], ...] = (
 )
 TRUSTED = "use a checkpoint from a trusted source"
 EARLIER = "use an earlier checkpoint"
-PICKLE = "data.pkl"  # in an archive, beside the bytes of its tensors
+PICKLE = "data.pkl"  # the pickle in a torch archive; the tensors' bytes are in other records
 
 
 class UnreadableError(CorruptError):
-    """Reading a checkpoint's file failed. If its sums are right, the reading code is of another version."""
+    """Reading a checkpoint's file failed; if its SHA-256 is right, torch's or megatron-core's version is the cause."""
 
 
 def load_data(file: Any, *, mapped: bool = False) -> Any:
-    """Load the tensors and plain values of a torch file; see `reporting_damage` for the errors of anything else."""
+    """Load the tensors and plain values of a torch file (path or stream); call this within `reporting_damage`."""
     _refuse_compressed(file)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Detected pickle protocol")  # the file is refused, or it is fine
+        warnings.filterwarnings("ignore", "Detected pickle protocol")  # an unusual protocol alone does no harm
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
 
 
 def _refuse_compressed(file: Any) -> None:
-    """Raise ValueError for an archive with compressed parts: torch writes none, and a few kB could fill the memory."""
-    if zipfile.is_zipfile(file):  # else it is a bare pickle
+    """Raise ValueError if an archive is compressed: torch never compresses, and a few kB could fill the memory."""
+    if zipfile.is_zipfile(file):  # otherwise it is a pickle without an archive, the older format
         with zipfile.ZipFile(file) as archive:
             if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):
                 raise ValueError("it is compressed, as torch's archives never are")
     if not isinstance(file, str | Path):
-        file.seek(0)  # `is_zipfile` moved it
+        file.seek(0)  # `is_zipfile` has moved the position in the stream
 
 
 def check_archive(path: Path, name: str, file: Any) -> None:
-    """Check the CRC-32 of each record of an archive, which is a zip file; CorruptError names `path` and `name`."""
+    """Raise CorruptError, which names `path` and `name`, if a torch archive is damaged by the CRC-32 of its records."""
     try:
         with zipfile.ZipFile(file) as archive:
             damaged = archive.testzip()
@@ -70,15 +70,15 @@ def check_archive(path: Path, name: str, file: Any) -> None:
 
 
 def read_entry(path: Path, offset: int, length: int) -> Any:
-    """Return the tensor or the plain values in a range of bytes of a file; CorruptError for anything else."""
+    """Return the tensor or the plain values of the torch archive in a range of bytes; CorruptError if it is damaged."""
     with reporting_damage(path):
-        # A file of one entry, as `write_full_tensors` makes them, is mapped: copying takes longer than most uses.
-        is_whole = regular_file(path).stat().st_size == length
-        return load_data(path, mapped=True) if is_whole else load_data(read_part(path, offset, length))
+        is_whole_file = regular_file(path).stat().st_size == length
+        # `write_full_tensors` makes such files: they are mapped, since copying takes longer than most uses.
+        return load_data(path, mapped=True) if is_whole_file else load_data(read_part(path, offset, length))
 
 
 def read_part(path: Path, offset: int, length: int) -> io.BytesIO:
-    """Return a range of bytes of a file, as a file; CorruptError if the file ends before it."""
+    """Return a range of bytes of a file as a stream; raise CorruptError if the file ends within the range."""
     with regular_file(path).open("rb") as stream:
         stream.seek(offset)
         content = stream.read(length)
@@ -91,20 +91,22 @@ def read_part(path: Path, offset: int, length: int) -> io.BytesIO:
 def reporting_damage(
     source: Path | str, *, trusted: str = TRUSTED, whole: str = EARLIER, also: tuple[type[BaseException], ...] = ()
 ) -> Iterator[None]:
-    """Turn the exceptions of damaged files, and of those with more than data, into a CorruptError.
+    """Raise CorruptError in place of the exceptions that reading `source` in the block raises.
 
     Args:
-        trusted, whole: the remedies where `source` holds more than data, and where it is damaged.
-        also: further exceptions that damage raises.
+        trusted, whole: the remedies in the message if `source` holds more than data, and if it is damaged.
+        also: further exceptions that a damaged file causes.
     """
     try:
         yield
-    except (FanformerError, torch.OutOfMemoryError, dist.DistError):  # not the file's fault
+    except (FanformerError, torch.OutOfMemoryError, dist.DistError):  # the file does not cause these
         raise
     except pickle.UnpicklingError as error:
-        refused = re.search(r"GLOBAL ([\w.]+)|(Unsupported [\w ]+)", str(error))  # in torch's page-long message
-        name = (refused[1] or refused[2]) if refused else _first_line(error)
-        raise CorruptError(f"{source} holds more than data ({name}), which loading might execute; {trusted}") from error
+        # torch's message is a page long
+        refused = re.search(r"(?<=GLOBAL )[\w.]+|Unsupported [\w ]+", str(error))
+        name = refused[0] if refused else _first_line(error)
+        message = f"{source} is damaged, or holds more than data ({name}), which loading might execute; {trusted}"
+        raise CorruptError(message) from error
     except OSError as error:
         raise CorruptError(f"{source} cannot be read: {_first_line(error)}; {whole}") from error
     except (*_DAMAGE, *also) as error:
@@ -113,21 +115,17 @@ def reporting_damage(
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 # -- objects of other programs
 
 
 class Record:
-    """An object of a pickle. Calls in the pickle make further records, and execute nothing."""
+    """Stands for an object or a function in a pickle; calling it executes nothing."""
 
     state: Any = None
-    """The object's attributes, usually by name."""
-
-    def __new__(cls, *_arguments: Any, **_options: Any) -> "Record":
-        """Ignore the arguments that the class would be called with."""
-        return super().__new__(cls)
+    """The attributes of the object, usually by name."""
 
     def __init__(self, *_arguments: Any, **_options: Any) -> None:
         pass
@@ -136,33 +134,33 @@ class Record:
         self.state = state
 
     def append(self, _item: Any) -> None:
-        """Drop an item of a subclass of list."""
+        """Drop an item, if the object is a list."""
 
     def __setitem__(self, _key: Any, _value: Any) -> None:
-        """Drop an item of a subclass of dict."""
+        """Drop an item, if the object is a dict."""
 
 
 class RestrictedUnpickler(pickle.Unpickler):
-    """An unpickler that executes nothing: `find` looks up a pickle's names, and tensors are left out."""
+    """An unpickler without tensors, in which `find` alone returns the object for a module and a name, or refuses it."""
 
     def __init__(self, stream: BinaryIO, find: Callable[[str, str], Any]) -> None:
         super().__init__(stream)
         self._find = find
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the object that stands for a name of a module."""
+        """Return the object that `find` allows for a name of a module."""
         return self._find(module, name)
 
     def persistent_load(self, _identifier: Any) -> None:
-        """Return None in the place of a tensor's bytes."""
+        """Return None instead of a tensor's bytes."""
 
 
 def read_records(file: Any) -> Any:
-    """Return the plain values of a torch archive, with `Record`s for objects; ValueError where it is none."""
+    """Return the plain values of a torch archive, with `Record`s for objects; raise ValueError if it is damaged."""
     try:
         _refuse_compressed(file)
         with zipfile.ZipFile(file) as archive:
             (name,) = [name for name in archive.namelist() if name.rpartition("/")[2] == PICKLE]
             return RestrictedUnpickler(io.BytesIO(archive.read(name)), lambda _module, _name: Record).load()
-    except Exception as error:  # a damaged archive, and a damaged pickle, raise anything
+    except Exception as error:  # damaged archives and pickles raise exceptions of every kind
         raise ValueError(f"it is damaged, or no archive of torch's ({error})") from error

@@ -1,7 +1,7 @@
-"""A checkpoint's weights as whole tensors under their global names, for conversion; one is in memory at a time.
+"""Reading and writing of a checkpoint's weights as whole tensors, for conversion; one is in memory at a time.
 
-The files are those of torch's distributed checkpoints. They are read by their table, and written by torch's writer, one
-file per tensor; no ranks are needed. Both versions of megatron-core load them.
+Tensors have the names that they have in the whole model. No ranks are needed: one process reads the files of all ranks,
+and torch's writer makes one file per tensor. Both versions of megatron-core load these files.
 """
 
 import io
@@ -30,7 +30,7 @@ from megatron_fanformer.checkpoint.stored_files import (
 from megatron_fanformer.errors import CorruptError, FanformerError
 
 OPTIMIZER_PREFIX = "optimizer."
-# As megatron-core 0.16 writes, and 0.19 still reads: plain values are in a file of their own.
+# The content of metadata.json by megatron-core 0.16, which 0.19 still reads: plain values are in common.pt.
 LAYOUT = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -40,7 +40,7 @@ LAYOUT = {
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Tensors by name, each loaded on request, and not kept; `meta` has their shapes and types, on the meta device."""
+    """Tensors by name, loaded on every access; `meta` has tensors of the same shapes and types on the meta device."""
 
     def __init__(self, meta: Mapping[str, Tensor], load: Callable[[str], Tensor]) -> None:
         self.meta, self._load = meta, load
@@ -50,7 +50,7 @@ class LazyTensors(Mapping[str, Tensor]):
             raise KeyError(name)
         return self._load(name)
 
-    def __contains__(self, name: object) -> bool:  # Mapping's own would load the tensor
+    def __contains__(self, name: object) -> bool:  # otherwise Mapping would load the tensor
         return name in self.meta
 
     def __iter__(self) -> Iterator[str]:
@@ -61,16 +61,16 @@ class LazyTensors(Mapping[str, Tensor]):
 
 
 def meta_of(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return tensors that have the shapes and types, without loading any."""
+    """Return tensors of the same names, shapes and types, without loading lazy ones."""
     return tensors.meta if isinstance(tensors, LazyTensors) else tensors
 
 
 class StoredTensors:
-    """The tensors that a checkpoint's table describes, read one by one: whole, or one of a stack."""
+    """Reader of single tensors by a checkpoint's table."""
 
     def __init__(self, checkpoint: Path, table: Table) -> None:
         self.described = tensors_of(table)
-        """Stored tensors by name, those of the optimizer included."""
+        """The table's tensors by name, the optimizer's included."""
         self._checkpoint = checkpoint
         self._places = {(index.fqn, tuple(index.offset or ())): info for index, info in table.storage_data.items()}
 
@@ -81,28 +81,29 @@ class StoredTensors:
         return torch.empty(shape, dtype=stored.properties.dtype, device="meta")
 
     def read(self, name: str, number: int | None = None) -> Tensor:
-        """Return a tensor, or its entry `number` along the first axis, joined from the ranks' parts."""
+        """Return a whole tensor, or its entry `number` along the first axis, joined from the ranks' parts."""
         stored = self.described[name]
         shape = self.meta(name, number).shape
         whole = None
-        covered = 0
+        num_read = 0
         for chunk in stored.chunks:
             if number is not None and not 0 <= number - chunk.offsets[0] < chunk.sizes[0]:
                 continue
             part, offsets = self._part(name, stored, chunk), chunk.offsets
             if number is not None:
                 part, offsets = part[number - offsets[0]], offsets[1:]
-            covered += part.numel()
             if part.shape == shape:
                 return part
             if whole is None:
                 whole = torch.empty(shape, dtype=stored.properties.dtype)
             whole[tuple(slice(at, at + size) for at, size in zip(offsets, part.shape, strict=True))] = part
-        if whole is None or covered != whole.numel():
+            num_read += part.numel()
+        if whole is None or num_read != whole.numel():
             raise self._missing(name)
         return whole
 
     def _part(self, name: str, stored: TensorStorageMetadata, chunk: ChunkStorageMetadata) -> Tensor:
+        """Read one part of a tensor, and check its shape and type."""
         place = self._places.get((name, tuple(chunk.offsets))) or self._places.get((name, ()))
         if place is None:
             raise self._missing(name)
@@ -118,14 +119,10 @@ class StoredTensors:
 
 
 def open_full_tensors(checkpoint: Path, *, main: bool = False) -> LazyTensors:
-    """Return the whole weights of a checkpoint of any layout, to be read one by one, without the optimizer's state.
-
-    With `main`, a weight's float32 main weight is read, if there is one, under the weight's name.
-    """
+    """Return the whole weights of a checkpoint; with `main`, the float32 main weights under the weights' names."""
     stored = StoredTensors(checkpoint, read_checked(checkpoint))
     weights = [name for name in stored.described if not name.startswith(OPTIMIZER_PREFIX)]
     sources = {name: main_weight_name(name, stored.described) if main else name for name in weights}
-
     meta = {name: stored.meta(source) for name, source in sources.items()}
     return LazyTensors(meta, lambda name: stored.read(sources[name]))
 
@@ -133,15 +130,14 @@ def open_full_tensors(checkpoint: Path, *, main: bool = False) -> LazyTensors:
 def write_full_tensors(
     run: Path, tensors: Mapping[str, Tensor], config: dict[str, Any], attachments: Mapping[str, bytes]
 ) -> Path:
-    """Publish whole tensors as the checkpoint of step 0 of a run's folder, for any layout to load.
-
-    Lazy tensors are requested one at a time.
+    """Publish whole tensors as the checkpoint of step 0 in a run's folder, which any layout can load.
 
     Args:
-        attachments: small files to put beside them, by name.
+        config: the run's configuration.
+        attachments: the content of further small files in the checkpoint, by name.
 
     Raises:
-        FanformerError, KeyboardInterrupt: a lazy tensor raised it.
+        FanformerError, KeyboardInterrupt: loading a lazy tensor raised it.
         RuntimeError: the files could not be written.
     """
     checkpoints = run / run_folder.CHECKPOINTS
@@ -154,7 +150,7 @@ def write_full_tensors(
             save(meta, storage_writer=writer, planner=_OneByOne(tensors), no_dist=True)
         except CheckpointException as error:  # not an Exception
             ((reason, _), *_) = error.failures.values()
-            if isinstance(reason, FanformerError | KeyboardInterrupt):  # not an error of the writing
+            if isinstance(reason, FanformerError | KeyboardInterrupt):  # reading failed, not writing
                 raise reason from None
             raise RuntimeError(f"{folder} was not written ({reason})") from error
     torch.save({}, folder / COMMON)
@@ -163,7 +159,7 @@ def write_full_tensors(
 
 
 class _OneByOne(DefaultSavePlanner):
-    """Plans by shapes and types alone, and hands the writer each tensor in its turn."""
+    """A planner for a state dict of meta tensors, which loads a tensor when the writer asks for its data."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__(flatten_state_dict=False)

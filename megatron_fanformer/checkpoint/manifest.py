@@ -1,13 +1,11 @@
-"""`manifest.json` of a checkpoint: its step, and the size and SHA-256 of every other file; `versions.json`.
+"""A checkpoint's `manifest.json`: the step, and the size and SHA-256 of every other file.
 
 The manifest is written last, when a checkpoint is published, and is checked before anything in the checkpoint is used.
-It does not protect against somebody who changes the manifest, too. torch is not imported here.
+It does not protect against somebody who changes the manifest, too. This module does not import torch.
 """
 
 import functools
-import json
 import platform
-from collections.abc import Container
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
@@ -19,36 +17,36 @@ from megatron_fanformer.durable_files import regular_file, sha256_of
 from megatron_fanformer.errors import CorruptError
 
 MANIFEST = "manifest.json"
-THREADS = 4  # per rank: a disk is faster than one thread
+THREADS = 4  # per rank: one thread hashes more slowly than a disk reads
 WEIGHTS_SUFFIX = ".distcp"
-_RANK_SUMS = ".sums-{}.json"
+_RANK_SUMS = ".sums-{}.json"  # of the files that a rank has written, by the rank
 REMEDY = "copy it again, or use another checkpoint"
 PACKAGES = ("torch", "megatron-core", "transformers", "safetensors", "numpy")
 VERSIONS = "versions.json"
 
 
 class FileSums(msgspec.Struct, frozen=True):
-    """The size and sum of one file."""
+    """The size and the SHA-256 of one file."""
 
     bytes: int
     sha256: str
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """The step of a checkpoint, and the size and sum of each of its files but the manifest, by name."""
+    """The step of a checkpoint, and the sums of its files by name; the manifest itself is not among them."""
 
     step: int
     files: dict[str, FileSums]
 
 
 def write_rank_sums(folder: Path, rank: int) -> None:
-    """Write the sums of a rank's tensor files into a folder, for `write_manifest`."""
+    """Compute the sums of a rank's tensor files in a folder, and leave them there for `write_manifest`."""
     sums = {file.name: _sums_of(file) for file in folder.glob(f"__{rank}_*{WEIGHTS_SUFFIX}")}
     (folder / _RANK_SUMS.format(rank)).write_bytes(msgspec.json.encode(sums))
 
 
 def write_manifest(folder: Path, step: int) -> None:
-    """Write the manifest of a complete checkpoint; sums that the ranks have not written are computed now."""
+    """Write the manifest of a complete checkpoint, with the sums of `write_rank_sums`; compute the missing ones."""
     sums: dict[str, FileSums] = {}
     for rank_sums in sorted(folder.glob(_RANK_SUMS.format("*"))):
         sums.update(msgspec.json.decode(rank_sums.read_bytes(), type=dict[str, FileSums]))
@@ -64,20 +62,15 @@ def _sums_of(file: Path) -> FileSums:
     return FileSums(file.stat().st_size, sha256_of(file))
 
 
-def write_versions(folder: Path) -> None:
-    """Write the present versions into a checkpoint's folder."""
-    (folder / VERSIONS).write_text(json.dumps(versions(), indent=1) + "\n")
-
-
-@functools.cache  # a query of a package takes ten milliseconds
+@functools.cache  # the query of one package takes ten milliseconds
 def versions() -> dict[str, str]:
-    """Return the versions of Python, of this package and of the packages that it writes files with, by name."""
+    """Return the versions of Python, of this package, and of the packages that write its files, by name."""
     ours = {"python": platform.python_version(), "megatron-fanformer": __version__}
     return {**ours, **{package: metadata.version(package) for package in PACKAGES}}
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Return the manifest of a checkpoint; CorruptError where it is missing, or cannot be read."""
+    """Read the manifest of a checkpoint; raise CorruptError if it is missing or `manifest_from` refuses it."""
     path = checkpoint / MANIFEST
     try:
         content = regular_file(path).read_bytes()
@@ -87,7 +80,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def manifest_from(content: bytes, path: Path) -> Manifest:
-    """Parse the content of a manifest; CorruptError, which names `path`, where it is none or names files elsewhere."""
+    """Parse the content of the manifest `path`; raise CorruptError if it is damaged, or names a file elsewhere."""
     try:
         manifest = msgspec.json.decode(content, type=Manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -98,22 +91,21 @@ def manifest_from(content: bytes, path: Path) -> Manifest:
     return manifest
 
 
-def check_files(
-    checkpoint: Path, manifest: Manifest, names: Container[str] | None = None, *, share: int = 0, shares: int = 1
-) -> None:
-    """Compare the files of these names (None: all) with the manifest, or one of so many shares of them.
+def check_files(checkpoint: Path, manifest: Manifest, *, share: int = 0, shares: int = 1) -> None:
+    """Raise CorruptError, which names the file, if one is missing or differs from the manifest.
 
-    CorruptError names a file that is missing, has another size, or has changed.
+    Of several ranks that divide the work, each checks the share of its number.
     """
-    files = [(checkpoint / name, file) for name, file in manifest.files.items() if names is None or name in names]
+    files = [(checkpoint / name, sums) for name, sums in manifest.files.items()]
     with ThreadPoolExecutor(THREADS) as threads:
         list(threads.map(lambda file: _check_file(*file), files[share::shares]))
 
 
 def check_small_files(checkpoint: Path) -> None:
-    """Compare all files but the tensors' with the manifest; raises like `check_files`."""
+    """Call `check_files` for all files but those of tensors, which are large."""
     manifest = read_manifest(checkpoint)
-    check_files(checkpoint, manifest, [name for name in manifest.files if not name.endswith(WEIGHTS_SUFFIX)])
+    small = {name: sums for name, sums in manifest.files.items() if not name.endswith(WEIGHTS_SUFFIX)}
+    check_files(checkpoint, Manifest(manifest.step, small))
 
 
 def _check_file(path: Path, file: FileSums) -> None:

@@ -1,17 +1,16 @@
-"""Saving and loading by megatron-core 0.16 and 0.19: their differences, and the internals that are used, in one place.
+"""Saving and loading by megatron-core 0.16 and 0.19, with the bridges over their differences.
 
-Saving: a process that each rank forks writes its part of a checkpoint while training goes on. It sees the rank's memory
-as it was at the fork: on a CPU that is the copy which the optimizer, updating in place, cannot reach. (From a GPU
-megatron-core copies to host memory first.)
+Saving: each rank forks a process that writes the rank's part of a checkpoint while training goes on. The process sees
+the rank's memory as it was at the fork, so updates of the weights do not change what it writes. (megatron-core copies
+tensors from a GPU to host memory first.)
 
-Loading: both versions, and torch under them, unpickle a checkpoint's files, which may execute code: the table
+Loading: megatron-core and torch unpickle a checkpoint's files, which may execute code: the table
 (`FileSystemReader.read_metadata`), `common.pt` (0.16's `TorchCommonLoadStrategy.load_common`, 0.19's `load_common`) and
-the objects among the tensors (`DefaultLoadPlanner.load_bytes`, which also reads 0.19's `common_state`). `load` hands
-them the table as it was read as data, and makes `torch.load` load data alone.
+the objects in the table (`DefaultLoadPlanner.load_bytes`, which also reads 0.19's `common_state`). `load` makes
+megatron-core use the table that `read_table` has read, and makes `torch.load` load data alone.
 """
 
 import dataclasses
-import functools
 import inspect
 import logging
 import os
@@ -24,6 +23,7 @@ from contextlib import contextmanager
 from multiprocessing import process
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -48,15 +48,16 @@ from megatron_fanformer.processes import end_with_parent
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
-MultiStorageClientFeature.disable()  # a checkpoint is a folder here, and its readers are torch's
+MultiStorageClientFeature.disable()  # checkpoints are local folders
 
-# 0.19's default writer is nvidia-resiliency-ext's, which may not be installed; 0.16 has only its own.
+# 0.19's default writer is nvidia-resiliency-ext's, which may not be installed; 0.16 has no such choice.
 _WRITER = (
     {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
 )
 
-# 0.16 looks for `common.pt` alone, which 0.19 does not write.
+# 0.16 reads the plain values from `common.pt`, which 0.19 does not write.
 _HAS_COMMON_STRATEGY = "common_strategy" in inspect.signature(dist_checkpointing.load).parameters
+_TENSOR_PROPERTIES = {"dtype", "layout", "requires_grad", "memory_format", "pin_memory"}  # arguments of `torch.empty`
 
 WRITER_LOGGER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 
@@ -65,11 +66,11 @@ WRITER_LOGGER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 
 
 def prepare_save(sharded_state: dict[str, Any], folder: Path, strategy: Any, *, validate: bool) -> "AsyncRequest":
-    """Plan the writing of a sharded state dict into an empty folder, for an AsyncCallsQueue; every rank calls it.
+    """Return the request, for an AsyncCallsQueue, to write a sharded state dict into an empty folder.
 
-    With `validate`, check that the ranks' shards make whole tensors. The strategy is from `save_strategy`.
+    Every rank calls it. With `validate`, check that the shards of all ranks make whole tensors.
     """
-    if not isinstance(filesystem_async._results_queue, ResultsFile):  # else it starts a server process for the results
+    if not isinstance(filesystem_async._results_queue, ResultsFile):  # see there
         filesystem_async._results_queue = ResultsFile()
     return dist_checkpointing.save(
         sharded_state,
@@ -82,7 +83,7 @@ def prepare_save(sharded_state: dict[str, Any], folder: Path, strategy: Any, *, 
 
 
 def save_strategy(group: "dist.ProcessGroup | None") -> Any:
-    """Return a strategy for state dicts of one structure; ranks of `group` divide the writing of replicated tensors."""
+    """Return a strategy for saves of the same shards; the ranks of `group` divide the tensors that all of them hold."""
     strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
     if group is None or group.size() == 1:
         return strategy
@@ -90,23 +91,23 @@ def save_strategy(group: "dist.ProcessGroup | None") -> Any:
 
 
 class ResultsFile:
-    """The queue through which a writer returns its results, as an unnamed file that a fork inherits.
+    """A queue through which a writer returns its results to its rank: an unnamed file, which the fork inherits.
 
     megatron-core's own queue is in a server process, which takes seconds to start, imports `__main__` again, and is
     killed by a signal sent to a run's whole process group: the last checkpoint, which that signal requested, would be
-    lost. The pickle in the file is trusted: only this process's own fork can write it.
+    lost. The pickle in the file is trusted: only a fork of this process can write it.
     """
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as the process
 
     def put(self, results: Any) -> None:
-        """Write results."""
+        """Write the results of a writer."""
         pickle.dump(results, self._file)
         self._file.flush()
 
     def get_nowait(self) -> Any:
-        """Return the results; if there are none, an exception, which megatron-core treats as a failure."""
+        """Remove and return the results; if there are none, return an exception, as megatron-core reports a failure."""
         self._file.seek(0)
         try:
             return pickle.load(self._file)
@@ -117,16 +118,12 @@ class ResultsFile:
             self._file.truncate()
 
 
-def watched(write: Callable[[int, Any, Any], None]) -> Callable[[int, Any, Any], None]:
-    """Wrap megatron-core's writer, called in a forked process, so that it always ends and reports why it failed.
+def run_writer(write: Callable[[int, Any, Any], None], rank: int, buckets: Any, results: Any) -> None:
+    """Call megatron-core's writer in a forked process, so that it always ends and reports why it failed.
 
-    Unwrapped, it waits forever if a process that it starts (in 0.16) is killed, reports errors to a log, not to the
-    rank (in 0.19), and outlives a rank that is killed, whose port it keeps.
+    Called directly, it would wait forever if a process that it starts (in 0.16) is killed, would report errors to a log
+    and not to the rank (in 0.19), and would outlive a killed rank and keep the rank's port.
     """
-    return functools.partial(_watch, write)
-
-
-def _watch(write: Callable[[int, Any, Any], None], rank: int, buckets: Any, results: Any) -> None:
     signal.signal(signal.SIGCHLD, _end_if_child_was_killed)
     end_with_parent()
     os.register_at_fork(after_in_child=end_with_parent)
@@ -135,20 +132,21 @@ def _watch(write: Callable[[int, Any, Any], None], rank: int, buckets: Any, resu
     def collect_error(record: logging.LogRecord) -> bool:
         if record.levelno >= logging.ERROR:
             errors.append(record.getMessage())
-        return False  # it is logged nowhere else
+        return False  # the rank reports it instead
 
     logging.getLogger(WRITER_LOGGER).addFilter(collect_error)
-    local: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    outcomes: queue.SimpleQueue[Any] = queue.SimpleQueue()
     try:
-        write(rank, buckets, local)
-        outcome = local.get()
+        write(rank, buckets, outcomes)
+        outcome = outcomes.get()
     except Exception as error:
         outcome = error
     results.put(RuntimeError(errors[0]) if isinstance(outcome, Exception) and errors else outcome)
 
 
 def _end_if_child_was_killed(*_: Any) -> None:
-    children = list(vars(process)["_children"])  # active_children() omits those that ended
+    """End this process and its children if one of them has failed."""
+    children = list(vars(process)["_children"])  # active_children() omits children that have ended
     if any(child.exitcode for child in children):
         for child in children:
             child.kill()
@@ -163,50 +161,47 @@ def load(
 ) -> dict[str, Any]:
     """Load a sharded state dict from a checkpoint, as data alone; every rank calls it.
 
-    Ranks of `group` share the reading of replicated tensors. CorruptError for a file that holds more than data.
+    The ranks of `group` divide the reading of the tensors that all of them need. Raises CorruptError if a file is
+    damaged or holds more than data.
     """
     strategy = TorchDistLoadShardedStrategy()
     if group is not None and group.size() > 1:
         strategy = FullyParallelLoadStrategyWrapper(strategy, group)
-    for stored in tensors_of(table).values():  # megatron-core passes them all to `torch.empty`
-        for name in vars(stored.properties).keys() - _PROPERTIES:  # torch 2.15 adds a tensor's strides
-            delattr(stored.properties, name)  # the class has its default
+    for stored in tensors_of(table).values():  # megatron-core passes all their properties to `torch.empty`
+        for name in vars(stored.properties).keys() - _TENSOR_PROPERTIES:  # torch 2.15 adds a tensor's strides
+            delattr(stored.properties, name)  # reading it then returns the class's default
+    common = {"common_strategy": _common_strategy(table)} if _HAS_COMMON_STRATEGY else {}
     with reporting_damage(folder, also=(CheckpointingException,)), _reading_data_alone(table):
-        wanted = _with_contiguous_data(sharded_state)
-        common = {"common_strategy": _common_strategy(table)} if _HAS_COMMON_STRATEGY else {}
+        state = _with_contiguous_data(sharded_state)
         try:
             return dist_checkpointing.load(
-                wanted, str(folder), sharded_strategy=strategy, strict="raise_unexpected", **common
+                state, str(folder), sharded_strategy=strategy, strict="raise_unexpected", **common
             )
-        except CheckpointException as error:  # which every rank raises when one fails: its cause is raised
+        except CheckpointException as error:  # every rank raises it if one fails, with the errors of the failed ranks
             raise next(cause for cause, _ in error.failures.values()) from None
 
 
 def _common_strategy(table: Table) -> Any:
-    """Return the strategy by which 0.16 loads the values common to all ranks, wherever they are stored."""
+    """Return a strategy by which 0.16 loads the plain values of a checkpoint of either version."""
     from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 
-    class CommonValues(TorchCommonLoadStrategy):
+    class PlainValues(TorchCommonLoadStrategy):
         def load_common(self, checkpoint_dir: str | Path) -> Any:
             return common_values(Path(checkpoint_dir), table)[1]
 
-    return CommonValues()
-
-
-_PROPERTIES = {"dtype", "layout", "requires_grad", "memory_format", "pin_memory"}
-"""The properties of tensors that `torch.empty` takes."""
+    return PlainValues()
 
 
 def _with_contiguous_data(sharded_state: dict[str, Any]) -> dict[str, Any]:
-    """Replace strided tensors, such as a range of a weight's columns, by contiguous ones to read into.
+    """Return a sharded state dict in which contiguous tensors replace strided ones, such as columns of a weight.
 
-    megatron-core broadcasts what one rank has read for others, and over gloo a strided tensor arrives scrambled.
+    One rank reads a tensor and broadcasts it to the others, and over gloo a strided tensor arrives scrambled.
     """
 
     def contiguous(leaf: Any) -> Any:
         if isinstance(leaf, ShardedTensorFactory):
             build = leaf.build_fn
-            return dataclasses.replace(leaf, build_fn=lambda *of: dict_list_map_outplace(contiguous, build(*of)))
+            return dataclasses.replace(leaf, build_fn=lambda *args: dict_list_map_outplace(contiguous, build(*args)))
         if isinstance(leaf, ShardedTensor) and leaf.data is not None and not leaf.data.is_contiguous():
             return dataclasses.replace(leaf, data=leaf.data.contiguous())
         return leaf
@@ -216,23 +211,21 @@ def _with_contiguous_data(sharded_state: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _reading_data_alone(table: Table) -> Iterator[None]:
-    """While the block runs, make every reader return this table, and `torch.load` load data alone.
+    """While the block runs, make torch's readers return `table`, and make `torch.load` load data alone.
 
-    Class attributes are replaced, since megatron-core makes its readers and planners itself.
+    megatron-core creates the readers and planners itself, so that only their classes can be changed.
     """
-    read_metadata, load_archive = FileSystemReader.read_metadata, torch.load
+    load_archive = torch.load
 
-    def known_table(reader: FileSystemReader) -> Table:
+    def return_table(reader: FileSystemReader) -> Table:
         table.storage_meta = StorageMeta(load_id=reader.load_id)
         return table
 
     def load_data(*arguments: Any, **options: Any) -> Any:
         return load_archive(*arguments, **{**options, "weights_only": True})
 
-    FileSystemReader.read_metadata = known_table  # type: ignore[assignment,method-assign]
-    torch.load = load_data
-    try:
+    with (
+        mock.patch.object(FileSystemReader, "read_metadata", return_table),
+        mock.patch.object(torch, "load", load_data),
+    ):
         yield
-    finally:
-        FileSystemReader.read_metadata = read_metadata  # type: ignore[method-assign]
-        torch.load = load_archive

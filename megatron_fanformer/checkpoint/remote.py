@@ -2,12 +2,12 @@
 
     URL/config.yaml, metrics.jsonl, recovery.jsonl    the run's records, as they were at the last copy
     URL/checkpoints/step-00000100/…                   the files of a checkpoint
-    URL/checkpoints/step-00000100/manifest.json       written last and removed first: without it, there is none
-    URL/checkpoints/latest                            the name of the newest one
+    URL/checkpoints/step-00000100/manifest.json       written last, removed first: the other files alone do not count
+    URL/checkpoints/latest                            the name of the newest checkpoint
 
-`Mirror` copies checkpoints there while a run trains; `fetch_newer` and `fetch_checkpoint` bring them back. Files from a
-store are untrusted: the manifest gives their names, and they are checked against it before they get a checkpoint's
-name. torch is not imported here.
+`Mirror` copies checkpoints to the store while a run trains; `fetch_newer` and `fetch_checkpoint` fetch them. Files of a
+store are untrusted: the manifest lists them, and they are checked against it before their folder gets a checkpoint's
+name. This module does not import torch.
 """
 
 import hashlib
@@ -36,14 +36,14 @@ from megatron_fanformer.stores import (
 from megatron_fanformer.terminal import print_stderr
 
 RECORDS = (run_folder.CONFIG, run_folder.METRICS, run_folder.RECOVERY)
-FINISH_SECONDS = 3600.0  # the longest that the end of a run waits for its last copy
+FINISH_SECONDS = 3600.0  # how long the end of a run waits at most for the last copy
 POLL_SECONDS = 0.05
 
 logger = logging.getLogger(__name__)
 
 
 class RemoteRun:
-    """A run's folder on another store. Methods raise the driver's own errors; see `stores.query`."""
+    """A run's folder on another store. Methods raise the errors of fsspec's driver: call them by `stores.query`."""
 
     def __init__(self, url: str) -> None:
         self.url = redacted(url).rstrip("/")
@@ -51,20 +51,20 @@ class RemoteRun:
         self._checkpoints = f"{self._root}/{run_folder.CHECKPOINTS}"
 
     def candidates(self) -> list[str]:
-        """Return the complete checkpoints to resume from: the one that `latest` names, then those before it."""
+        """Return the names of complete checkpoints, the newest first, from the one that `latest` names on, if any."""
         try:
             latest = self._files.cat_file(f"{self._checkpoints}/{run_folder.LATEST}").decode().strip()
         except (FileNotFoundError, UnicodeDecodeError):
             latest = ""
-        is_checkpoint = run_folder.step_of(Path(latest)) is not None
-        return [name for name in self.complete()[::-1] if not is_checkpoint or name <= latest]
+        is_sound = run_folder.step_of(Path(latest)) is not None
+        return [name for name in self.complete()[::-1] if not is_sound or name <= latest]
 
     def complete(self) -> list[str]:
-        """Return the names of all checkpoints with a manifest, the oldest first."""
+        """Return the names of all complete checkpoints, which have a manifest; the oldest first."""
         return [name for name in self._steps() if MANIFEST in names_in(self._files, f"{self._checkpoints}/{name}")]
 
     def manifest_of(self, name: str) -> bytes:
-        """Return the manifest of a checkpoint, as it is there, unchecked."""
+        """Return the content of a checkpoint's manifest, unchecked."""
         return bytes(self._files.cat_file(f"{self._checkpoints}/{name}/{MANIFEST}"))
 
     def fetch_record(self, name: str) -> bytes | None:
@@ -75,7 +75,7 @@ class RemoteRun:
             return None
 
     def make_ready(self) -> None:
-        """Make the folder, and test that it can be written; its parent must exist."""
+        """Create the run's folder, whose parent must exist, and test that it can be written."""
         for folder in (self._root, self._checkpoints):
             make_folder(self._files, folder)
         probe = f"{self._checkpoints}/.probe"
@@ -83,7 +83,7 @@ class RemoteRun:
         self._files.rm_file(probe)
 
     def copy(self, checkpoint: Path, *, keep: int | None) -> None:
-        """Copy a checkpoint of a run's folder, publish the copy, and remove all but the `keep` newest."""
+        """Copy a checkpoint of a run's folder, make `latest` name the copy, and remove all but the `keep` newest."""
         content, name = (checkpoint / MANIFEST).read_bytes(), checkpoint.name
         if name not in self.complete() or self.manifest_of(name) != content:
             self.make_ready()
@@ -92,20 +92,21 @@ class RemoteRun:
             make_folder(self._files, folder)
             self._files.put([str(checkpoint / file) for file in files], [f"{folder}/{file}" for file in files])
             for record in RECORDS:
-                if (path := checkpoint.parent.parent / record).is_file():
+                path = checkpoint.parent.parent / record
+                if path.is_file():
                     self._files.pipe_file(f"{self._root}/{record}", path.read_bytes())
             self._files.pipe_file(f"{folder}/{MANIFEST}", content)
         self._files.pipe_file(f"{self._checkpoints}/{run_folder.LATEST}", f"{name}\n".encode())
         complete = self.complete()
-        kept = [step for step in complete if step <= name][-(keep or len(complete)) :]
-        later = [step for step in complete if step > name]  # of a run that was rewound
-        for step in set(self._steps()).difference(kept, later):
-            self._remove(step)
+        kept = [other for other in complete if other <= name][-(keep or len(complete)) :]
+        later = [other for other in complete if other > name]  # of a run that was then rewound
+        for other in set(self._steps()).difference(kept, later):
+            self._remove(other)
 
     def fetch(self, names: list[str], folder: Path, report: Callable[[str], None]) -> Path:
         """Return a local copy, `folder`/DIGEST/NAME, of the first sound checkpoint in `names`; fetch it if needed.
 
-        `report` is called with a line before a checkpoint is fetched. CorruptError where all are damaged.
+        `report` is called with a line before a checkpoint is fetched. Raises CorruptError if all are damaged.
         """
         damage: CorruptError | None = None
         for name in names:
@@ -115,19 +116,20 @@ class RemoteRun:
                 if not copy.is_dir():
                     report(f"fetching {name} of {self.url} to {copy.parent}")
                     with new_folder(copy) as partial:
-                        self._get(name, content, partial)
+                        self._download(name, content, partial)
                 return copy
             except CorruptError as error:
                 logger.warning("%s; taking the one before", error)
                 damage = damage or error
         raise damage or AssertionError("names is empty")
 
-    def _get(self, name: str, content: bytes, folder: Path) -> None:
+    def _download(self, name: str, content: bytes, folder: Path) -> None:
+        """Download a checkpoint, by the content of its manifest, into a folder; raise CorruptError if it is damaged."""
         remote = f"{self._checkpoints}/{name}"
         try:
             manifest = manifest_from(content, folder / MANIFEST)
-            there = names_in(self._files, remote)
-            files = [file for file in manifest.files if file in there]  # of one that is missing, the check tells
+            present = names_in(self._files, remote)
+            files = [file for file in manifest.files if file in present]  # `check_files` reports missing ones
             self._files.get([f"{remote}/{file}" for file in files], [str(folder / file) for file in files])
             (folder / MANIFEST).write_bytes(content)
             check_files(folder, manifest)
@@ -146,9 +148,9 @@ class RemoteRun:
 
 
 class Mirror:
-    """Copies a run's checkpoints to its folder on another store (None: to none) while it trains, in a thread.
+    """Copies a run's checkpoints to the run's folder on another store while the run trains, in a thread.
 
-    One is copied at a time. Of those published meanwhile the newest is next, and the others are left out.
+    One checkpoint is copied at a time, and then the newest of those published meanwhile; without a URL, none.
     """
 
     def __init__(self, url: str | None, *, keep: int | None) -> None:
@@ -160,12 +162,12 @@ class Mirror:
 
     @property
     def in_use(self) -> tuple[str, ...]:
-        """Return the names of checkpoints that are being copied, or will be, and must not be removed."""
+        """Return the names of the checkpoints that are being copied or wait for it, and must not be removed."""
         with self._lock:
             return tuple(checkpoint.name for checkpoint in (self._copying, self._waiting) if checkpoint is not None)
 
     def offer(self, checkpoint: Path) -> None:
-        """Copy a checkpoint, once the one that is being copied is done."""
+        """Copy a checkpoint, now or after the one that is being copied."""
         if self._url is None:
             return
         self._offered = checkpoint.name
@@ -174,11 +176,11 @@ class Mirror:
                 self._waiting = checkpoint
                 return
             self._copying = checkpoint
-        # a daemon, which the end of the process cuts off: without a manifest it has copied nothing
+        # A daemon: if the process ends, the copy lacks the manifest, and counts as none.
         threading.Thread(target=self._copy_all, args=(self._url,), name="mirror", daemon=True).start()
 
     def finish(self, is_enough: Callable[[], bool], seconds: float = FINISH_SECONDS) -> None:
-        """Wait until all is copied, `is_enough` returns True, or so many seconds; log a checkpoint not copied."""
+        """Wait until all is copied or `is_enough()`, but not longer than `seconds`; warn if the last one is missing."""
         end = time.monotonic() + seconds
         while self._copying is not None and not is_enough() and time.monotonic() < end:
             time.sleep(POLL_SECONDS)
@@ -196,17 +198,18 @@ class Mirror:
                 self._copying, self._waiting = self._waiting, None
 
     def _copy(self, url: str, checkpoint: Path) -> None:
-        def failed(attempt: int, reason: str) -> None:
+        name, started = checkpoint.name, time.monotonic()
+
+        def report_failure(attempt: int, reason: str) -> None:
             logger.warning("%s is not copied to %s (attempt %d): %s", name, redacted(url), attempt, reason)
 
-        name, started = checkpoint.name, time.monotonic()
         try:
             query(
                 url,
                 lambda: RemoteRun(url).copy(checkpoint, keep=self._keep),
                 pauses=PAUSES_SECONDS,
                 patience=float("inf"),
-                report=failed,
+                report=report_failure,
             )
         except FanformerError as error:
             logger.warning("%s is given up until the next one is published (%s)", name, error)
@@ -216,17 +219,17 @@ class Mirror:
 
 
 def fetch_newer(url: str, run: Path, *, use_earlier: bool = True) -> None:
-    """Fetch the newest sound checkpoint of a mirror into a run's folder, if it is newer than the sound ones there.
+    """Fetch the newest sound checkpoint of a mirror into a run's folder, if the folder has no sound one of its step.
 
-    A damaged checkpoint of the same step in the folder is set aside. With `use_earlier`, one may be fetched that is
-    earlier than a damaged one in the folder. Where the folder has a sound one, errors of the store are logged.
+    A damaged checkpoint of the same step in the folder is set aside. With `use_earlier`, a checkpoint that is earlier
+    than a damaged one may be fetched. If the folder has a sound checkpoint, errors of the store are only logged.
     """
     sound, newest = run_folder.newest_sound_step(run), run_folder.newest_step(run)
-    least = sound + 1 if use_earlier or sound == newest else newest
+    least_step = sound + 1 if use_earlier or sound == newest else newest
 
     def fetch() -> None:
         remote = RemoteRun(url)  # a new connection for each attempt
-        names = [name for name in remote.candidates() if (run_folder.step_of(Path(name)) or 0) >= least]
+        names = [name for name in remote.candidates() if (run_folder.step_of(Path(name)) or 0) >= least_step]
         if names:
             copy = remote.fetch(names, run / run_folder.LOADED, logger.info)
             records = {name: remote.fetch_record(name) for name in (run_folder.METRICS, run_folder.RECOVERY)}
@@ -244,13 +247,13 @@ def fetch_newer(url: str, run: Path, *, use_earlier: bool = True) -> None:
 
 
 def _publish(copy: Path, run: Path, records: dict[str, bytes | None]) -> None:
-    """Write a run's records, move a fetched checkpoint to its name, and point `latest` to it."""
+    """Move a fetched checkpoint into a run's folder, make `latest` name it, and write the run's records."""
     checkpoint = run / run_folder.CHECKPOINTS / copy.name
     checkpoint.parent.mkdir(exist_ok=True)
     for name, content in records.items():
         record = run / name
         if content is not None and (not record.exists() or record.stat().st_size < len(content)):
-            write_atomically(record, content)  # else the one here is longer
+            write_atomically(record, content)  # otherwise the run has gone on since the record was copied
     if checkpoint.is_dir():
         logger.warning("%s is damaged; it is set aside, and replaced by the one that was fetched", checkpoint)
         run_folder.set_aside(checkpoint)
@@ -260,7 +263,7 @@ def _publish(copy: Path, run: Path, records: dict[str, bytes | None]) -> None:
 
 
 def on_this_machine(path: str) -> str:
-    """Return a path as it is; for a URL, the path of a copy of its checkpoint, which is fetched if needed."""
+    """Return a path unchanged; for a URL, fetch the checkpoint there if needed, and return the path of the copy."""
     if not is_url(path):
         return path
     return str(fetch_checkpoint(path, cache_folder(), lambda line: print_stderr(f"{PROGRAM}: {line}")))

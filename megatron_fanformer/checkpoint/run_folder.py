@@ -1,17 +1,17 @@
-"""A run's folder: the names in it, the publication of its checkpoints, and their small files.
+"""A run's folder: names of files, publication of checkpoints, the choice among them, and reading of small files.
 
     config.yaml                  the run's configuration
     metrics.jsonl, tensorboard/  its metrics
     recovery.jsonl               its recoveries from damage and bad numbers, if there were any
     run.lock                     the process that writes into the folder (run_lock.py)
-    loaded/                      the checkpoint that it starts from, if that was fetched from another store
+    loaded/                      a checkpoint of another store that the run starts from
     checkpoints/step-00000100/   one checkpoint: megatron-core's files, the run's config.yaml, and a manifest
-    checkpoints/latest           the name of the newest complete one
-    checkpoints/damaged-…/       one that failed its verification and was set aside
+    checkpoints/latest           the name of the newest complete checkpoint
+    checkpoints/damaged-…/       a checkpoint that failed its verification and was set aside
 
 A checkpoint is written under a temporary name and renamed when it is complete; `latest` is replaced atomically; an old
-checkpoint is renamed before it is removed. So every folder with a checkpoint's name is complete. torch is not imported
-here: it takes seconds.
+checkpoint is renamed before it is removed. So every folder with a checkpoint's name is complete. This module does not
+import torch, which takes seconds.
 """
 
 import json
@@ -29,11 +29,11 @@ from typing import Any
 
 import yaml
 
-from megatron_fanformer.checkpoint.manifest import MANIFEST, check_small_files, write_manifest, write_versions
+from megatron_fanformer.checkpoint.manifest import MANIFEST, VERSIONS, check_small_files, versions, write_manifest
 from megatron_fanformer.configuration import moved_names, read_plain_values
 from megatron_fanformer.data.tokenizer import TOKENIZER_JSON, TOKENIZER_MODEL
 from megatron_fanformer.durable_files import publish, regular_file, write_atomically
-from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.errors import CorruptError, InputError, broken_fields
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.runtime.layout import MOVED_FIELDS
 from megatron_fanformer.stores import is_url, url_problem
@@ -44,22 +44,22 @@ RECOVERY = "recovery.jsonl"
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"
 LOCK = "run.lock"
-LOADED = "loaded"  # a checkpoint that was fetched to start from
+LOADED = "loaded"
 SAVE_FILE = "save"  # creating this file in a run's folder makes the run save
 TRACES = "traces"  # of profiled steps
 VALIDATION_LOSS = "validation_loss"  # in the metrics: validation_loss/SET
-# An export's tokenizer.json is the .model rewritten: the original comes first.
+# Of two files, the first is the original: an export converts a tokenizer.model to a tokenizer.json.
 TOKENIZERS = (TOKENIZER_MODEL, TOKENIZER_JSON)
 MEGATRON_METADATA = "metadata.json"  # written last by megatron-core
 _CHECKPOINT_NAME = re.compile(r"step-(\d{8,20})")
-_POINT = "write the name of a complete checkpoint into it"
+_LATEST_REMEDY = "write the name of a complete checkpoint into it"
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """The section `checkpoint` of a run's configuration: its saves, and its start."""
+    """The section `checkpoint` of a run's configuration: how it saves, and where it starts from."""
 
     save_interval: int | None = None
     """Steps between checkpoints; null: at the end only."""
@@ -77,11 +77,8 @@ class CheckpointConfig:
 
     def problems(self) -> list[str]:
         """Return the rules of single fields that this configuration breaks, one line each."""
-        problems = [
-            f"checkpoint.{name} is {value}; it must be at least 1, or null"
-            for name in ("save_interval", "keep", "mirror_keep")
-            if (value := getattr(self, name)) is not None and value < 1
-        ]
+        names = ("save_interval", "keep", "mirror_keep")
+        problems = broken_fields("checkpoint", self, "be at least 1, or null", lambda value: value < 1, *names)
         urls = {"mirror": self.mirror, "load": self.load if self.load and is_url(self.load) else None}
         problems += filter(None, (url_problem(f"checkpoint.{name}", url) for name, url in urls.items()))
         return problems
@@ -93,15 +90,15 @@ def checkpoint_name(step: int) -> str:
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """Return the step in a checkpoint's folder name; None for other names."""
+    """Return the step in the name of a checkpoint's folder; None if it is not a checkpoint's name."""
     match = _CHECKPOINT_NAME.fullmatch(checkpoint.name)
     return int(match[1]) if match else None
 
 
 def temporary_folder(checkpoints: Path, step: int) -> Path:
-    """Make an empty folder to write a step's checkpoint into; remove leftovers of interrupted saves and removals.
+    """Make an empty folder for the files of a step's checkpoint, and remove what interrupted saves and removals left.
 
-    Its name is unique: a killed run's writer may outlive the run, and must not write into the next run's folder.
+    The folder's name is unique: the writer of a killed run may outlive the run, and must not write into this folder.
     """
     for leftover in checkpoints.glob(".step-*.tmp"):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -120,22 +117,27 @@ def publish_checkpoint(
     keep: int | None = None,
     in_use: Collection[str] = (),
 ) -> Path:
-    """Rename a complete checkpoint to its final name, point `latest` to it, and remove all but the `keep` newest.
+    """Complete a checkpoint, rename it to its final name, point `latest` to it, and remove old checkpoints.
 
-    `attachments` are small files to put into it, `in_use` the names of old ones to keep for now.
+    Args:
+        temporary: the folder with megatron-core's files of the checkpoint.
+        config: the run's configuration.
+        attachments: the content of further small files, by name.
+        keep: the number of the newest checkpoints to keep; None: all.
+        in_use: names of old checkpoints that must not be removed yet.
     """
     for name, content in (attachments or {}).items():
         (temporary / name).write_bytes(content)
     (temporary / CONFIG).write_text(yaml.safe_dump(config, sort_keys=False))
-    write_versions(temporary)
+    (temporary / VERSIONS).write_text(json.dumps(versions(), indent=1) + "\n")
     write_manifest(temporary, step)
     final = checkpoints / checkpoint_name(step)
-    if os.path.lexists(final):  # saved before by a run that was then rewound: the new one replaces it
+    if os.path.lexists(final):  # of a run that was then rewound: the new checkpoint replaces it
         _remove(final)
     publish(temporary, final)
     write_atomically(checkpoints / LATEST, final.name + "\n")
     if keep is not None:
-        # later steps belong to a run that was rewound: they are neither counted nor removed
+        # later checkpoints are of a run that was then rewound: they are neither counted nor removed
         earlier = [folder for folder in _steps(checkpoints) if folder.name < final.name]
         for old in earlier[: max(0, len(earlier) + 1 - keep)]:
             if old.name not in in_use:
@@ -144,39 +146,39 @@ def publish_checkpoint(
 
 
 def _remove(checkpoint: Path) -> None:
-    """Hide a checkpoint, which half removed would look like a complete one, and remove it: gigabytes take seconds."""
+    """Rename a checkpoint, which half removed would look complete, and remove it in a thread, which takes seconds."""
     aside = _hidden(checkpoint.parent, checkpoint.name)
     os.rename(checkpoint, aside)
     threading.Thread(target=shutil.rmtree, args=(aside,), kwargs={"ignore_errors": True}).start()
 
 
 def _hidden(checkpoints: Path, name: str) -> Path:
-    # unique; the next save removes leftovers there
+    """Return a unique path for a checkpoint without its name; the next save removes a folder that is left there."""
     return checkpoints / f".{name}.{uuid.uuid4().hex}.tmp"
 
 
 def point_to(checkpoint: Path, damaged: Sequence[Path]) -> None:
-    """Point `latest` to a checkpoint, and set damaged ones aside. A damaged `latest` is repaired."""
-    pointer = checkpoint.parent / LATEST
-    with suppress(CorruptError):
-        if not damaged and _named_by(pointer) == checkpoint:
+    """Make `latest` name a checkpoint, and set damaged checkpoints aside."""
+    latest = checkpoint.parent / LATEST
+    with suppress(CorruptError):  # of a damaged `latest`, which is then replaced
+        if not damaged and _read_latest(latest) == checkpoint:
             return
     for other in damaged:
         set_aside(other)
-    write_atomically(pointer, checkpoint.name + "\n")
+    write_atomically(latest, checkpoint.name + "\n")
 
 
 def set_aside(damaged: Path) -> None:
-    """Rename a damaged checkpoint to a name that nothing looks for."""
+    """Rename a damaged checkpoint, so that no reader takes it for a checkpoint any more."""
     name = f"damaged-{damaged.name}"
-    earlier = sum(1 for _ in damaged.parent.glob(f"{name}*"))
-    os.rename(damaged, damaged.with_name(f"{name}-{earlier + 1}" if earlier else name))
+    num_earlier = sum(1 for _ in damaged.parent.glob(f"{name}*"))
+    os.rename(damaged, damaged.with_name(f"{name}-{num_earlier + 1}" if num_earlier else name))
 
 
 def attached_tokenizer(checkpoint: Path) -> Path | None:
-    """Return the tokenizer's file in a checkpoint or an exported folder, if there is one.
+    """Return the tokenizer's file in a checkpoint or an exported folder; None if there is none.
 
-    CorruptError for a link out of a checkpoint. (In Hugging Face's cache, every file is a link.)
+    Raises CorruptError for a link out of a checkpoint. Links of an export are allowed: Hugging Face's cache has them.
     """
     file = next((path for name in TOKENIZERS if (path := checkpoint / name).is_file()), None)
     if file and is_checkpoint(checkpoint) and file.resolve().parent != checkpoint.resolve():
@@ -190,12 +192,12 @@ def complete_checkpoints(run: Path) -> list[Path]:
 
 
 def newest_step(run: Path) -> int:
-    """Return the step of the newest checkpoint in a run's folder, complete or not; −1 where there is none."""
+    """Return the step of the newest checkpoint in a run's folder, complete or not; −1 if there is none."""
     return max((step_of(folder) or 0 for folder in _steps(run / CHECKPOINTS)), default=-1)
 
 
 def newest_sound_step(run: Path) -> int:
-    """Return the step of the newest checkpoint in a run's folder that passes `check_sound`; −1 where there is none."""
+    """Return the step of the newest checkpoint in a run's folder that passes `check_sound`; −1 if there is none."""
     for folder in reversed(_steps(run / CHECKPOINTS)):
         with suppress(CorruptError):
             check_sound(folder)
@@ -208,7 +210,7 @@ def _steps(checkpoints: Path) -> list[Path]:
 
 
 def latest_checkpoint(run: Path) -> Path | None:
-    """Return the first of `checkpoints_to_resume`, None if a run has none; CorruptError where it is not complete."""
+    """Return the first of `checkpoints_to_resume`, None if there is none; raise CorruptError if it is not complete."""
     candidates = checkpoints_to_resume(run)
     if not candidates:
         return None
@@ -219,56 +221,58 @@ def latest_checkpoint(run: Path) -> Path | None:
 def checkpoints_to_resume(run: Path) -> list[Path]:
     """Return the checkpoints to resume from, sound or not, in the order in which to try them.
 
-    The one that `latest` names comes first, then those before it; where `latest` is damaged, all, the newest first.
-    CorruptError where there is a `latest`, but no checkpoint.
+    The checkpoint that `latest` names comes first, then the earlier ones. If `latest` is damaged, all checkpoints are
+    returned, the newest first. Raises CorruptError if there is a `latest`, but no checkpoint.
     """
-    pointer = run / CHECKPOINTS / LATEST
+    latest = run / CHECKPOINTS / LATEST
     newest_first = _steps(run / CHECKPOINTS)[::-1]
-    if not newest_first:
-        if os.path.lexists(pointer):
-            _named_by(pointer)  # raises
+    if not newest_first and not os.path.lexists(latest):
         return []
     try:
-        named = _named_by(pointer)
+        first = _read_latest(latest)
     except CorruptError as error:
+        if not newest_first:
+            raise
         logger.warning("%s; the newest checkpoint there that is sound is taken", str(error).partition("; ")[0])
         return newest_first
-    return [checkpoint for checkpoint in newest_first if checkpoint.name <= named.name]
+    return [checkpoint for checkpoint in newest_first if checkpoint.name <= first.name]
 
 
-def _named_by(pointer: Path) -> Path:
+def _read_latest(latest: Path) -> Path:
+    """Return the checkpoint that a file `latest` names; raise CorruptError if it names none."""
     try:
-        name = regular_file(pointer).read_text("utf-8").strip()
+        name = regular_file(latest).read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        reason = f"cannot be read ({error})" if os.path.lexists(pointer) else "is missing"
-        raise CorruptError(f"{pointer} {reason}; {_POINT}") from None
-    checkpoint = pointer.parent / name
-    if not _CHECKPOINT_NAME.fullmatch(name) or not checkpoint.is_dir():  # in this order: a name may be anything
-        raise CorruptError(f"{pointer} names {name!r}, which is not a checkpoint; {_POINT}")
+        reason = f"cannot be read ({error})" if os.path.lexists(latest) else "is missing"
+        raise CorruptError(f"{latest} {reason}; {_LATEST_REMEDY}") from None
+    checkpoint = latest.parent / name
+    # in this order: a file system refuses some texts as a path
+    if not _CHECKPOINT_NAME.fullmatch(name) or not checkpoint.is_dir():
+        raise CorruptError(f"{latest} names {name!r}, which is not a checkpoint; {_LATEST_REMEDY}")
     return checkpoint
 
 
 def check_complete(checkpoint: Path) -> None:
-    """Raise CorruptError for a checkpoint without its configuration, its manifest or megatron-core's metadata."""
+    """Raise CorruptError if a checkpoint lacks its configuration, its manifest or megatron-core's metadata."""
     for name in (CONFIG, MEGATRON_METADATA, MANIFEST):
         if not (checkpoint / name).is_file():
             raise CorruptError(f"{checkpoint} is not complete: {name} is missing; copy it again, or use another")
 
 
 def check_sound(checkpoint: Path) -> None:
-    """Raise CorruptError for a checkpoint with a missing file or a damaged one; tensors are not read."""
+    """Raise CorruptError if a file of a checkpoint is missing or damaged; files of tensors are not read."""
     check_complete(checkpoint)
     check_small_files(checkpoint)
     saved_config(checkpoint)
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Return True for a folder of one checkpoint in our form."""
+    """Return whether a folder is a checkpoint that this package wrote."""
     return (folder / MEGATRON_METADATA).is_file() and (folder / CONFIG).is_file()
 
 
 def saved_config(checkpoint: Path) -> dict[str, Any]:
-    """Return the configuration of the run that wrote a checkpoint, under the fields' present names."""
+    """Return the configuration of the run that wrote a checkpoint; fields with a former name get their present name."""
     file = checkpoint / CONFIG
     values = read_mapping(file)
     for name, section in values.items():
@@ -287,7 +291,7 @@ def metrics_entry(line: bytes) -> dict[str, Any] | None:
 
 
 def read_mapping(file: Path) -> dict[str, Any]:
-    """Return the mapping in a small, untrusted YAML or JSON file; CorruptError for anything else."""
+    """Return the mapping in a small, untrusted YAML or JSON file; raise CorruptError if the file holds no mapping."""
     try:
         values = read_plain_values(file)
     except (OSError, ValueError) as error:
@@ -299,7 +303,7 @@ def read_mapping(file: Path) -> dict[str, Any]:
 
 
 def saved_model(checkpoint: Path) -> FANformerConfig:
-    """Return the configuration of a checkpoint's model; CorruptError where it is none."""
+    """Return the configuration of a checkpoint's model; raise CorruptError if it is missing or impossible."""
     values = saved_config(checkpoint).get("model")
     if not isinstance(values, dict):
         raise CorruptError(f"{checkpoint / CONFIG} states no model; use another checkpoint")

@@ -1,8 +1,9 @@
-"""`run.lock`: one process at a time writes into a run's folder, from before it chooses a checkpoint until it ends.
+"""`run.lock`: a lock, so that one process at a time writes into a run's folder.
 
-A file that must not exist works on file systems that several machines share, where locks of the system may not. On this
-machine a lock is left over if its process is gone. On another, where its machine may have failed, it is left over if
-nobody has touched it for `STALE_SECONDS`; its holder touches it every `BEAT_SECONDS`.
+The lock is a file that a process creates if it does not exist, before it chooses a checkpoint, and removes at its end.
+This works on file systems that several machines share, where the system's locks may not. A killed process leaves its
+lock behind. A lock of this machine is stale if its process is gone; a lock of another machine is stale if its time has
+not changed for `STALE_SECONDS`, since its holder sets the time every `BEAT_SECONDS`.
 """
 
 import os
@@ -21,12 +22,12 @@ from megatron_fanformer.errors import InputError, InUseError
 from megatron_fanformer.processes import stat_fields
 
 BEAT_SECONDS = 10.0
-STALE_SECONDS = 120.0  # longer than one call into a library holds up a process, and than file systems cache times
-LOOK_SECONDS = 1.0
+STALE_SECONDS = 120.0  # longer than a call into a library blocks a process, and than file systems cache times
+LOOK_SECONDS = 1.0  # between two looks at the time of another machine's lock
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
-    """The process that holds a lock."""
+    """The process that holds a lock; the content of its file."""
 
     host: str = "an unknown host"
     pid: int = 0
@@ -36,10 +37,10 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextmanager
 def run_lock(run: Path) -> Iterator[None]:
-    """Hold the lock of a run's folder. The folder is made if missing, and removed if nothing is put into it.
+    """Hold the lock of a run's folder in the block. Create missing folders; remove them afterwards if they are empty.
 
     Raises:
-        InUseError: another run holds it.
+        InUseError: another run holds the lock.
         InputError: the folder cannot be written.
     """
     missing = [folder for folder in (run, *run.absolute().parents) if not folder.exists()]
@@ -66,7 +67,7 @@ def run_lock(run: Path) -> Iterator[None]:
         ended.set()
         beats.join()
         with suppress(OSError):
-            if _read(path) == holder:  # else it was taken over
+            if _read(path) == holder:  # otherwise another process took the lock for stale and replaced it
                 path.unlink()
         for folder in missing:
             with suppress(OSError):
@@ -74,45 +75,50 @@ def run_lock(run: Path) -> Iterator[None]:
 
 
 def holder_of(run: Path) -> Holder | None:
-    """Return the holder of a folder's lock; None if there is none, or it shows no sign of life."""
+    """Return the holder of a folder's lock; None if there is no lock, or a stale one."""
     with suppress(OSError):
         holder, age = _read(run / LOCK), time.time() - (run / LOCK).stat().st_mtime
-        if _is_running(holder.pid) if holder.place == _place() else age <= STALE_SECONDS:
-            return holder
+        is_alive = _is_running(holder.pid) if holder.place == _place() else age <= STALE_SECONDS
+        return holder if is_alive else None
     return None
 
 
 def _take(run: Path, content: bytes) -> None:
-    """Create the lock file, in the place of one that is left over; wait for a sign of life of one elsewhere."""
-    path, touched = run / LOCK, None
+    """Create the lock file, or replace a stale one; raise InUseError if the holder is alive.
+
+    Wait for another machine's lock to become stale: its holder is known to be alive once the lock's time changes.
+    """
+    path, first_time = run / LOCK, None
     while True:
         with suppress(FileExistsError):
             with path.open("xb") as stream:
                 stream.write(content)
             return
-        with suppress(FileNotFoundError):  # it was given back meanwhile
-            before, last = path.read_bytes(), path.stat().st_mtime_ns
-            if (holder := holder_of(run)) is None:
-                if path.read_bytes() == before:  # else another process took it over
+        with suppress(FileNotFoundError):  # the holder has removed it meanwhile
+            before, time_ns = path.read_bytes(), path.stat().st_mtime_ns
+            holder = holder_of(run)
+            if holder is None:
+                if path.read_bytes() == before:  # otherwise another process has replaced it meanwhile
                     path.unlink()
-            elif holder.place == _place() or touched not in (None, last):
+            elif holder.place == _place() or first_time not in (None, time_ns):
                 raise InUseError(
                     f"{run} is in use by a run on {holder.host} (process {holder.pid}) since {holder.since}; wait for "
                     f"its end, stop it, or name another folder ({path} says so)"
                 )
             else:
-                touched = last
+                first_time = time_ns
                 time.sleep(LOOK_SECONDS)
 
 
 def _read(path: Path) -> Holder:
-    """Return the holder that a lock names; an unknown one if the file is incomplete or damaged."""
+    """Return the holder in a lock's file; an unknown one if the file is incomplete or damaged."""
     with suppress(msgspec.MsgspecError, UnicodeDecodeError):
         return msgspec.json.decode(path.read_bytes(), type=Holder)
     return Holder()
 
 
 def _place() -> str:
+    """Return this machine, boot and process namespace, as in `Holder.place`."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{platform.node()} {boot} {os.readlink('/proc/self/ns/pid')}"
 

@@ -1,18 +1,18 @@
 """Saving of a run's checkpoints, while training waits or continues.
 
-    save          captures the state; a forked process of each rank begins to write it under a temporary name
-    finish_due    once all ranks' writers are done, the main rank gives the checkpoint its name (see run_folder.py)
+    save          captures the state; a process that each rank forks begins to write it into a temporary folder
+    finish_due    once the writers of all ranks are done, the main rank publishes the checkpoint (see run_folder.py)
 
 A synchronous `save` calls `finish_due` itself. A state with a value that is not finite is not saved.
 """
 
 import functools
 import logging
-import math
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -39,6 +39,8 @@ Result = TypeVar("Result")
 
 
 class _Unpublished(NamedTuple):
+    """A checkpoint that is being written."""
+
     step: int
     folder: Path
     config: dict[str, Any]
@@ -46,9 +48,10 @@ class _Unpublished(NamedTuple):
 
 
 class CheckpointSaver:
-    """Saves a run's checkpoints, and keeps so many. Every rank makes the same calls in the same order.
+    """Saves a run's checkpoints and removes old ones. Every rank makes the same calls in the same order.
 
     Args:
+        keep: the number of the newest checkpoints to keep; None: all.
         async_save: return from `save` when the state is captured, before it is written.
         in_use: returns the names of old checkpoints that must not be removed yet.
     """
@@ -79,18 +82,18 @@ class CheckpointSaver:
         config: dict[str, Any],
         attachments: Mapping[str, bytes],
     ) -> Path | None:
-        """Save the state of a step; return the published checkpoint, or None while it is being written.
+        """Save the state of a step; return the published checkpoint, or None if `async_save` leaves it unfinished.
 
-        The save before it must have been finished by `finish_due`.
+        Call `finish_due` for the earlier save first.
 
         Args:
-            stages: this rank's pipeline stage, as its chunks.
+            stages: the chunks of this rank's pipeline stage.
             progress: plain values that the run resumes from.
-            attachments: small files (a tokenizer, a chat template) to put into the checkpoint, by name.
+            attachments: the content of small files (a tokenizer, a chat template) in the checkpoint, by name.
 
         Raises:
             DivergenceError: a tensor is not finite.
-            FanformerError: the checkpoint could not be written; nothing of it is left.
+            FanformerError: the checkpoint could not be written; its files are removed.
         """
         assert self._unpublished is None, "finish_due(blocking=True) comes before the next save"
         state = training_state(stages, optimizer, progress, self._grid)
@@ -98,16 +101,45 @@ class CheckpointSaver:
         folder = self._on_main(step, lambda: run_folder.temporary_folder(self._checkpoints, step))
         logger.debug("writing step %d to %s", step, folder)
         self._unpublished = _Unpublished(step, folder, config, attachments)
-        self._start_writing(state, self._unpublished)
+        with self._reporting(step, folder):  # on the main rank, which writes the plain values now
+            request = megatron_versions.prepare_save(state, folder, self._strategy, validate=not self._is_validated)
+        self._is_validated = True  # later states have the same shards
+        if request.async_fn is not None:  # otherwise this rank has nothing to write
+            write, rank = request.async_fn, self._grid.rank
+
+            def write_and_sum(*arguments: Any) -> None:
+                write(*arguments)
+                write_rank_sums(folder, rank)
+
+            request = request._replace(async_fn=functools.partial(megatron_versions.run_writer, write_and_sum))
+        self._calls.schedule_async_request(request)
         return None if self._async_save else self.finish_due(blocking=True)
 
     def finish_due(self, *, blocking: bool) -> Path | None:
-        """Publish and return the checkpoint that is being written, if all ranks have written it; `blocking` waits.
+        """Publish and return the checkpoint that `save` began; with `blocking`, wait until all ranks have written it.
 
-        FanformerError where a writer failed or was killed; nothing is published, and nothing of it is left.
+        Returns None if a rank is still writing, or if nothing is unpublished. Raises FanformerError if a writer failed
+        or was killed; the files of the checkpoint are removed.
         """
-        if (due := self._unpublished) is None or not self._is_written(due, blocking=blocking):
+        due = self._unpublished
+        if due is None:
             return None
+        try:
+            # Not by megatron-core's own waiting, which ends in a collective call: while one rank is slow, the others
+            # would reach the timeout of that call.
+            with self._reporting(due.step, due.folder):  # on the main rank, which writes the metadata at the end
+                while not self._calls.maybe_finalize_async_calls(blocking=False):
+                    if not blocking:
+                        return None
+                    time.sleep(POLL_SECONDS)
+        except CheckpointException as error:  # on every rank, but only the main one knows why
+            reasons = [
+                f"rank {rank}: {str(reason).removeprefix('Worker failure: ')}"
+                for rank, (reason, _) in error.failures.items()
+            ]
+            self._unpublished = None
+            failure = on_main(lambda: self._failure(due.step, "; ".join(reasons), due.folder))
+            raise reported_by_main(failure) from None
         self._unpublished = None
         logger.debug("step %d is written by every rank", due.step)
 
@@ -118,48 +150,12 @@ class CheckpointSaver:
         return self._on_main(due.step, publish, unfinished=due.folder)
 
     def close(self) -> None:
-        """End a writer that is still running, after an error; its checkpoint is never published."""
+        """Kill a writer that is still running after an error, and remove its files."""
         for call in self._calls.async_calls:
             call.async_caller.close(abort=True)
         self._calls.async_calls.clear()
         if self._unpublished is not None and self._grid.is_main:
             shutil.rmtree(self._unpublished.folder, ignore_errors=True)
-
-    def _start_writing(self, sharded_state: dict[str, Any], due: _Unpublished) -> None:
-        with self._reporting(due.step, due.folder):  # of the main rank, which writes the plain values
-            request = megatron_versions.prepare_save(
-                sharded_state, due.folder, self._strategy, validate=not self._is_validated
-            )
-        self._is_validated = True  # the ranks' shards do not change
-        if request.async_fn is not None:  # this rank has something to write
-            write, folder, rank = request.async_fn, due.folder, self._grid.rank
-
-            @functools.wraps(write)
-            def write_and_sum(*arguments: Any) -> None:
-                write(*arguments)
-                write_rank_sums(folder, rank)
-
-            request = request._replace(async_fn=megatron_versions.watched(write_and_sum))
-        self._calls.schedule_async_request(request)
-
-    def _is_written(self, due: _Unpublished, *, blocking: bool) -> bool:
-        try:
-            # Not by megatron-core's own waiting, which ends in a collective call: the others would hit its timeout
-            # waiting for a slow rank.
-            with self._reporting(due.step, due.folder):  # of the main rank, which writes what concerns all
-                while not self._calls.maybe_finalize_async_calls(blocking=False):
-                    if not blocking:
-                        return False
-                    time.sleep(POLL_SECONDS)
-        except CheckpointException as error:  # on every rank, but only the main one knows why
-            reasons = [
-                f"rank {rank}: {str(reason).removeprefix('Worker failure: ')}"
-                for rank, (reason, _) in error.failures.items()
-            ]
-            self._unpublished = None
-            failure = on_main(lambda: self._failure(due.step, "; ".join(reasons), due.folder))
-            raise reported_by_main(failure) from None
-        return True
 
     def _on_main(self, step: int, function: Callable[[], Result], unfinished: Path | None = None) -> Result:
         """Call a function on the main rank and return its result on all; if the disk fails, every rank raises."""
@@ -167,6 +163,7 @@ class CheckpointSaver:
 
     @contextmanager
     def _reporting(self, step: int, unfinished: Path | None) -> Iterator[None]:
+        """Raise `_failure` in place of an OSError in the block."""
         try:
             yield
         except OSError as error:
@@ -174,8 +171,9 @@ class CheckpointSaver:
             raise self._failure(step, str(error), unfinished) from error
 
     def _failure(self, step: int, reason: str, unfinished: Path | None) -> FanformerError:
+        """Remove the folder of an unfinished checkpoint, and return the error to raise."""
         if unfinished is not None:
-            shutil.rmtree(unfinished, ignore_errors=True)  # its space may be what was missing
+            shutil.rmtree(unfinished, ignore_errors=True)  # the disk may be full
         return FanformerError(
             f"the checkpoint of step {step} was not written to {self._checkpoints} ({reason}); {REMEDY}"
         )
@@ -186,14 +184,21 @@ class CheckpointSaver:
 
 @torch.no_grad()
 def check_finite(sharded_state: dict[str, Any], step: int) -> None:
-    """Check every tensor that this rank holds of a state, in one pass; every rank calls it.
+    """Raise DivergenceError on all ranks if a tensor of a rank's state has a value that is not finite.
 
-    DivergenceError names a tensor with a value that is not finite, and its rank, on every rank.
+    The message names the tensor and the rank. Every rank calls this with its own state.
     """
-    wrong = next(
-        (f"{name} has the value {value}" for name, value in _extremes(sharded_state) if not math.isfinite(value)), None
-    )
-    by_rank = of_every_rank(wrong)
+    names, extremes = [], []
+    for part in nested_values(sharded_state):
+        if not isinstance(part, ShardedTensor | ShardedTensorFactory) or not isinstance(part.data, Tensor):
+            continue
+        if part.data.is_floating_point() and part.data.numel():
+            names.append(part.key)
+            # The largest magnitude, NaN if there is one. (isfinite would make a tensor of the same size.)
+            extremes.append(torch.stack(torch.aminmax(part.data)).double().abs().max())
+    values = torch.stack([value.to(extremes[0].device) for value in extremes]).tolist() if extremes else []
+    bad = [f"{name} has the value {value}" for name, value in zip(names, values, strict=True) if not isfinite(value)]
+    by_rank = of_every_rank(bad[0] if bad else None)
     for rank, problem in enumerate(by_rank):
         if problem is not None:
             where = f" on rank {rank}" if len(by_rank) > 1 else ""
@@ -201,18 +206,3 @@ def check_finite(sharded_state: dict[str, Any], step: int) -> None:
                 f"step {step} was not saved: {problem}{where}; start again to go on from the last checkpoint, with a "
                 "lower optimizer.lr if it happens again"
             )
-
-
-def _extremes(sharded_state: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the global name of each tensor with its largest magnitude, NaN where it has one."""
-    names, extremes = [], []
-    for part in nested_values(sharded_state):
-        if not isinstance(part, ShardedTensor | ShardedTensorFactory) or not isinstance(part.data, Tensor):
-            continue
-        if part.data.is_floating_point() and part.data.numel():
-            names.append(part.key)
-            # Not isfinite, which makes a tensor of the same size.
-            extremes.append(torch.stack(torch.aminmax(part.data)).double().abs().max())
-    if extremes:  # one transfer from the device
-        device = extremes[0].device
-        yield from zip(names, torch.stack([extreme.to(device) for extreme in extremes]).tolist(), strict=True)

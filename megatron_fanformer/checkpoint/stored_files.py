@@ -1,12 +1,12 @@
-"""The files of a checkpoint, read as data: its table of tensors, its plain values, and the verification of both.
+"""The files of a checkpoint, read as data: the table of tensors, the plain values, and the verification of both.
 
-    .metadata        the table: the files and ranges of bytes in which the parts of each tensor are stored
-    *.distcp         the parts of tensors, each a torch archive
-    common.pt        values that are the same on all ranks; from megatron-core 0.19 on they are among the tensors
-    manifest.json    the sum of every file (manifest.py)
+    .metadata        the table: the file and the range of bytes of each part of each tensor or object
+    *.distcp         the parts, each a torch archive
+    common.pt        plain values, equal on all ranks; megatron-core 0.19 stores them as an object in the table instead
+    manifest.json    the SHA-256 of every file (manifest.py)
 
-torch and megatron-core would unpickle the table, which may execute code: megatron_versions.py hands them the table that
-was read here. Reading needs only torch.
+torch and megatron-core would unpickle the table, which may execute code. Therefore `read_table` reads it here, without
+megatron-core, and megatron_versions.py passes it to them.
 """
 
 import dataclasses
@@ -24,7 +24,6 @@ from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.data_files import (
     EARLIER,
     RestrictedUnpickler,
-    UnreadableError,
     check_archive,
     load_data,
     read_entry,
@@ -36,14 +35,14 @@ from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import CorruptError
 
 COMMON = "common.pt"
-COMMON_STATE = "common_state/"
-FORMAT = "torch_dist"  # of megatron-core, which has others
+COMMON_STATE = "common_state/"  # prefix of the object that holds the plain values
+FORMAT = "torch_dist"  # the only one of megatron-core's formats that is read here
 METADATA = ".metadata"
-STATE_PREFIX = "optimizer.state."  # of the optimizer's tensors, before their weights' names
+STATE_PREFIX = "optimizer.state."  # a tensor of the optimizer: optimizer.state.STATE.WEIGHT
 MAIN_WEIGHT = f"{STATE_PREFIX}param."
 Table: TypeAlias = Metadata
 
-# Modules whose plain records (data classes, enumerations) a table may hold. The last is megatron-core's.
+# A table may hold data classes and enumerations of these modules.
 RECORDS = (
     "torch.distributed.checkpoint.metadata",
     "torch.distributed.checkpoint.planner",
@@ -58,13 +57,13 @@ VALUES = {
     ("pathlib", "PurePosixPath"),
 }
 MOVED = {"pathlib._local": "pathlib"}
-"""Modules that Python 3.13 pickles under another name: torch's writer of whole tensors puts a path in a table."""
+"""Names of modules in Python 3.13, and in other versions: torch's writer of whole tensors puts a path in a table."""
 
 # -- the table
 
 
 def _find(module: str, name: str) -> Any:
-    """Return a class or value that a table may hold; nothing that it returns executes anything."""
+    """Return a class, function or value that a table may hold, and that executes nothing; refuse every other name."""
     module = MOVED.get(module, module)
     if (module, name) in VALUES:
         return getattr(importlib.import_module(module), name)
@@ -81,7 +80,7 @@ def _find(module: str, name: str) -> Any:
 
 
 def _member(owner: Any, name: Any) -> enum.Enum:
-    """Return a member of an enumeration of `RECORDS`, which some Pythons (3.11.2) pickle as a `getattr`."""
+    """Return a member of an enumeration of `RECORDS`: Python 3.11.2 pickles it as a call of `getattr`."""
     if isinstance(owner, type) and issubclass(owner, enum.Enum) and owner.__module__ in RECORDS:
         for member in owner:
             if member.name == name:
@@ -90,21 +89,12 @@ def _member(owner: Any, name: Any) -> enum.Enum:
 
 
 def read_table(checkpoint: Path) -> Table:
-    """Return the table of a checkpoint's tensors; CorruptError where it is more, or names files outside its folder."""
+    """Return a checkpoint's table; raise CorruptError if it is damaged, holds more, or names a file elsewhere."""
     path = checkpoint / METADATA
-    try:
-        with regular_file(path).open("rb") as stream:
-            table = RestrictedUnpickler(stream, _find).load()
+    # A damaged pickle raises exceptions of every kind.
+    with reporting_damage(path, also=(Exception,)), regular_file(path).open("rb") as stream:
+        table = RestrictedUnpickler(stream, _find).load()
         _check_table(table)
-    except pickle.UnpicklingError as error:
-        raise CorruptError(
-            f"{path} holds more than a table of tensors, or is damaged ({error}); use another checkpoint, "
-            "from a trusted source"
-        ) from error
-    except Exception as error:  # a damaged pickle raises anything
-        raise UnreadableError(
-            f"{path} cannot be read ({type(error).__name__}: {error}); use another checkpoint"
-        ) from error
     for info in table.storage_data.values():
         file = info.relative_path
         if not isinstance(file, str) or Path(file).name != file or file in (".", ".."):
@@ -113,7 +103,7 @@ def read_table(checkpoint: Path) -> Table:
 
 
 def _check_table(table: Any) -> None:
-    """Raise any exception for an object that is not a table of tensors."""
+    """Raise an exception of any kind if an object is not a table of tensors, or has an impossible entry."""
     is_sound = isinstance(table, Metadata) and bool(table.storage_data)
     for index, info in table.storage_data.items():
         is_sound &= isinstance(index.fqn, str) and min(info.offset, info.length) >= 0
@@ -137,7 +127,7 @@ class Stored(NamedTuple):
 
 
 def stored_parts(table: Table) -> list[Stored]:
-    """Return every part of every tensor or object, file by file in the order of their bytes."""
+    """Return the parts of all tensors, and the objects, sorted by file and offset."""
     parts = [
         Stored(index.fqn, info.relative_path, info.offset, info.length) for index, info in table.storage_data.items()
     ]
@@ -151,18 +141,18 @@ def tensors_of(table: Table) -> dict[str, TensorStorageMetadata]:
     }
 
 
-def main_weight_name(weight: str, stored: Collection[str]) -> str:
-    """Return the name under which a weight's float32 values are stored: its main weight's if there is one."""
-    return MAIN_WEIGHT + weight if MAIN_WEIGHT + weight in stored else weight
+def main_weight_name(weight: str, stored_names: Collection[str]) -> str:
+    """Return the name of a weight in float32: a run in bf16 stores a main weight, a run in float32 the weight alone."""
+    return MAIN_WEIGHT + weight if MAIN_WEIGHT + weight in stored_names else weight
 
 
 # -- verification
 
 
 def read_checked(checkpoint: Path, *, share: int = 0, shares: int = 1) -> Table:
-    """Verify a checkpoint, each rank one of so many shares of its files, and return its table.
+    """Return a checkpoint's table; raise CorruptError if a file is missing or damaged, or holds more than data.
 
-    CorruptError where a file has changed, or holds more than data, or the table names files elsewhere.
+    Of several ranks that divide the work, each verifies the share of its number.
     """
     check_stored(checkpoint, share=share, shares=shares)
     table = read_table(checkpoint)
@@ -171,7 +161,7 @@ def read_checked(checkpoint: Path, *, share: int = 0, shares: int = 1) -> Table:
 
 
 def check_stored(checkpoint: Path, *, share: int = 0, shares: int = 1) -> None:
-    """Check the sums of a checkpoint's files, and that its step is the one in its name; CorruptError names a file."""
+    """Raise CorruptError if a file of a checkpoint differs from the manifest, or if its name states another step."""
     manifest = read_manifest(checkpoint)
     if run_folder.step_of(checkpoint) not in (None, manifest.step):
         raise CorruptError(f"{checkpoint} is of step {manifest.step}, another than its name says; rename it")
@@ -179,7 +169,7 @@ def check_stored(checkpoint: Path, *, share: int = 0, shares: int = 1) -> None:
 
 
 def check_parts(checkpoint: Path, parts: Iterable[Stored]) -> None:
-    """Check parts of tensors and objects by their own CRC-32, where there is no manifest; CorruptError names a file."""
+    """Check parts of a checkpoint without a manifest by the CRC-32 of their archives; raise CorruptError if wrong."""
     for part in parts:
         path = checkpoint / part.file
         with reporting_damage(path):
@@ -194,9 +184,9 @@ def check_format(checkpoint: Path) -> None:
 
 
 def check_plain_values(checkpoint: Path, table: Table, *, share: int = 0, shares: int = 1) -> None:
-    """Raise CorruptError unless everything in a checkpoint besides its tensors is data, also what nothing here reads.
+    """Raise CorruptError if the plain values or an object in a checkpoint is more than data; megatron-core loads all.
 
-    The objects among the tensors are checked in shares, as the files in `read_checked`.
+    Of several ranks that divide the objects, each checks the share of its number.
     """
     check_format(checkpoint)
     if common_state(table) is None or (checkpoint / COMMON).exists():
@@ -217,13 +207,13 @@ class SavedProgress(NamedTuple):
     step: int
     consumed_samples: int
     data: Any = None
-    """The data that it has been trained on (data/fingerprint.py), as plain values."""
+    """The fingerprint of the training data (data/fingerprint.py), as plain values."""
     sources: dict[str, dict[str, float]] | None = None
-    """`tokens` and `epochs` of each source that were trained on, by name."""
+    """For each source of data, by name: the `tokens` and `epochs` that the run has trained on."""
 
 
 def saved_progress(checkpoint: Path, table: Table) -> SavedProgress | None:
-    """Return the progress stored in a checkpoint, None for converted weights; CorruptError for anything else."""
+    """Return the progress in a checkpoint; None for converted weights, CorruptError if it has no step or samples."""
     file, common = common_values(checkpoint, table)
     progress = common.get("progress") if isinstance(common, dict) else common
     if isinstance(common, dict) and not progress:
@@ -236,10 +226,7 @@ def saved_progress(checkpoint: Path, table: Table) -> SavedProgress | None:
 
 
 def common_values(checkpoint: Path, table: Table, read: Callable[[Any], Any] = load_data) -> tuple[str, Any]:
-    """Return the values that are the same on all ranks, as data alone, after the name of their file.
-
-    `read` is `load_data`, or `read_records` for another program's values.
-    """
+    """Return the name of the file with a checkpoint's plain values, and the values, parsed by `read`."""
     if (place := common_state(table)) is None:
         with reporting_damage(checkpoint / COMMON):
             return COMMON, read(regular_file(checkpoint / COMMON))
@@ -249,5 +236,5 @@ def common_values(checkpoint: Path, table: Table, read: Callable[[Any], Any] = l
 
 
 def common_state(table: Table) -> Stored | None:
-    """Return the place of the plain values among the tensors; None where they are in `common.pt`."""
+    """Return the location of the object that holds the plain values; None if they are in `common.pt`."""
     return next((part for part in stored_parts(table) if part.name.startswith(COMMON_STATE)), None)

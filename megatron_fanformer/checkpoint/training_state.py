@@ -1,10 +1,10 @@
 """A run's state as a sharded state dict, to save and to load: weights, optimizer, progress.
 
-Weights and optimizer state have global names, so every layout loads any other's. There are no random states: training
-draws nothing, and the order of samples follows from the seed.
+Tensors have the names and the shapes that they have in the whole model, so every layout loads a checkpoint of any
+other. Random states are not saved: training draws no random numbers, and the seed alone decides the order of samples.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ TENSORS = ("scale", "amax_history")
 
 
 def training_state(stages: list[Any], optimizer: Any, progress: dict[str, Any], grid: RankGrid) -> dict[str, Any]:
-    """Return this rank's part of a checkpoint; `stages` are the chunks of its stage. Every rank calls it."""
+    """Return this rank's part of a checkpoint; `stages` are the chunks of the rank's pipeline stage."""
     weights = model_state(stages, grid)
     return {
         **weights,
@@ -56,32 +56,35 @@ def load_training_state(
     grid: RankGrid,
     resumed_entries: Collection[str],
 ) -> dict[str, Any]:
-    """Load weights and optimizer in place; return the saved progress.
+    """Load weights and optimizer in place, and return the saved progress; every rank calls it.
 
-    Of the optimizer's parameter groups the `resumed_entries` are loaded; the others stay this run's.
+    Of the optimizer's parameter groups only the `resumed_entries` are loaded; the others keep this run's values.
     """
     table = _read_checked(checkpoint, grid)
-    stored = tensors_of(table)
+    stored_names = tensors_of(table).keys()
     weights = model_state(stages, grid)
-    # Looked up by the weights while these are still the parameters themselves: loading detaches them.
-    tensors = requested_tensors(optimizer, weights, stored)
-    requested = {**requested_weights(weights, stored), **scales_to_load(stages, grid, table)}
+    # Before the weights are loaded: `weights` has the parameters themselves until then, and copies afterwards.
+    tensors = requested_tensors(optimizer, weights, stored_names)
+    requested = {**requested_weights(weights, stored_names), **scales_to_load(stages, grid, table)}
     loaded = megatron_versions.load(requested, checkpoint, table, grid.groups.dp_cp)
     with reporting_damage(checkpoint):
         _set_weights(stages, loaded)
         set_scales(stages, grid, loaded)
-    # Separately from the weights, some of which it may need in float32: one load returns a name in one type.
-    local = {number: shard.data for number, shard in tensors.items()}
+    # A second load: it may need a weight in float32 that the first needs in bf16, and one load reads a name once.
+    in_place = {number: shard.data for number, shard in tensors.items()}
     loaded_optimizer = megatron_versions.load({"optimizer_tensors": tensors}, checkpoint, table, grid.groups.dp_cp)
     with reporting_damage(checkpoint):
-        set_tensors(local, loaded_optimizer["optimizer_tensors"])
+        for number, tensor in in_place.items():
+            loaded_tensor = loaded_optimizer["optimizer_tensors"][number]
+            if loaded_tensor.data_ptr() != tensor.data_ptr():  # another replica has read it
+                tensor.copy_(loaded_tensor)
         set_groups(optimizer, loaded_optimizer["optimizer"]["param_groups"], resumed_entries)
         progress: dict[str, Any] = loaded["progress"]
     return progress
 
 
 def load_weights(checkpoint: Path, stages: list[Any], grid: RankGrid) -> None:
-    """Load only the weights of a stage's chunks, from a checkpoint of any layout."""
+    """Load the weights alone of a checkpoint of any layout into the chunks of this rank's pipeline stage."""
     table = _read_checked(checkpoint, grid)
     loaded = megatron_versions.load(model_state(stages, grid), checkpoint, table, grid.groups.dp_cp)
     _set_weights(stages, loaded)
@@ -90,8 +93,8 @@ def load_weights(checkpoint: Path, stages: list[Any], grid: RankGrid) -> None:
 def model_state(stages: list[Any], grid: RankGrid) -> dict[str, dict[str, Any]]:
     """Return the parameters of a stage's chunks as sharded tensors, by chunk: {"model0": {name: tensor}, ...}.
 
-    Global names count layers through the whole model. Layers' extra state (Transformer Engine's FP8 scales, see below)
-    is left out, so that local and Transformer Engine layers load each other's checkpoints.
+    The extra state of Transformer Engine's layers (FP8 scales, see below) is left out, so that these and local layers
+    load each other's checkpoints.
     """
     states = [chunk.sharded_state_dict(metadata=grid.sharding_metadata) for chunk in stages]
     return {
@@ -106,9 +109,9 @@ def _set_weights(stages: list[Any], loaded: dict[str, Any]) -> None:
 
 
 def _read_checked(checkpoint: Path, grid: RankGrid) -> Table:
-    """Verify a checkpoint, each rank a share of it, and return its table.
+    """Verify a share of a checkpoint on each rank, and return the table; every rank calls it.
 
-    If one rank refuses it, all do: none is left waiting in the load, which is collective.
+    Raises CorruptError on all ranks if one of them finds damage, so that none waits for others in the load.
     """
     table: Table | None = None
     problem: CorruptError | None = None
@@ -117,27 +120,27 @@ def _read_checked(checkpoint: Path, grid: RankGrid) -> Table:
         saved_progress(checkpoint, table)
     except CorruptError as error:
         problem = error
-    # Damage first: it may be the reason why another rank could not read.
-    problems = [of_rank for of_rank in of_every_rank(problem) if of_rank is not None]
+    problems = [error for error in of_every_rank(problem) if error is not None]
     if problems:
-        raise reported_by_main(min(problems, key=lambda of_rank: isinstance(of_rank, UnreadableError)))
+        # An UnreadableError comes last: the damage that another rank has found may be its cause.
+        raise reported_by_main(min(problems, key=lambda error: isinstance(error, UnreadableError)))
     assert table is not None, "this rank has no problem"
     return table
 
 
 # -- FP8
 
-# The scales of FP8's `delayed` recipe, as plain tensors: they come from past steps, and a resumed run needs them.
-# (Other recipes take their scales from the current tensor. Transformer Engine's own form of this state is a pickle.)
-# They differ only between pipeline stages, since their largest values are reduced over tensor, context and data
-# parallel ranks. Other layers and recipes do not read them, so FP8 and other runs can load each other's checkpoints.
+# The scales of FP8's `delayed` recipe are saved as plain tensors (Transformer Engine would pickle them). They depend on
+# past steps, so a resumed run needs them; other recipes compute scales from the current tensor. All ranks of a pipeline
+# stage have the same scales, since the largest values are reduced over tensor, context and data parallel ranks. Runs
+# without this recipe do not read scales, and load checkpoints that have them.
 
 
 def scales_to_save(stages: list[Any], grid: RankGrid) -> dict[str, dict[str, ShardedObject]]:
-    """Return a state dict of the scales of this rank's chunks; empty without the recipe."""
+    """Return a state dict of the scales of this rank's chunks; empty unless the recipe is `delayed`."""
     scales = {}
-    for shard, layer in _layers(stages, grid):
-        if all(direction in layer.fp8_meta for direction in DIRECTIONS):  # else it has not run in FP8 yet
+    for shard, layer in _fp8_layers(stages, grid):
+        if all(direction in layer.fp8_meta for direction in DIRECTIONS):  # otherwise it has not run in FP8 yet
             tensors = {
                 f"{direction}.{name}": getattr(layer.fp8_meta[direction], name).detach().cpu().clone()
                 for direction in DIRECTIONS
@@ -148,8 +151,8 @@ def scales_to_save(stages: list[Any], grid: RankGrid) -> dict[str, dict[str, Sha
 
 
 def scales_to_load(stages: list[Any], grid: RankGrid, table: Table) -> dict[str, dict[str, ShardedObject]]:
-    """Return the same state dict without data, for the scales that a checkpoint has; empty if it has none."""
-    shards = {shard.unique_key: shard for shard, _ in _layers(stages, grid)}
+    """Return a state dict, without data, of the scales of this rank's chunks that a checkpoint has."""
+    shards = {shard.unique_key: shard for shard, _ in _fp8_layers(stages, grid)}
     scales = {name: shard for name, shard in shards.items() if name in table.state_dict_metadata}
     return {FP8_SCALES: scales} if scales else {}
 
@@ -160,22 +163,23 @@ def set_scales(stages: list[Any], grid: RankGrid, loaded: dict[str, Any]) -> Non
     from megatron.core.fp8_utils import get_fp8_recipe
 
     loaded_scales = loaded.get(FP8_SCALES, {})
-    for shard, layer in _layers(stages, grid):
-        if (scales := loaded_scales.get(shard.unique_key)) is None:
+    for shard, layer in _fp8_layers(stages, grid):
+        scales = loaded_scales.get(shard.unique_key)
+        if scales is None:
             continue
         recipe = get_fp8_recipe(layer.config)
         layer.fp8_meta.update(recipe=recipe, num_gemms=1)
-        layer.init_fp8_meta_tensors(recipe)  # the first forward would make them, and keeps existing ones
+        layer.init_fp8_meta_tensors(recipe)  # otherwise done by the first forward, which keeps existing ones
         for direction in DIRECTIONS:
             state = layer.fp8_meta[direction]
             state.scale.copy_(scales[f"{direction}.scale"])
             history = scales[f"{direction}.amax_history"]
-            kept = min(len(history), len(state.amax_history))  # the run may use another length by now
+            kept = min(len(history), len(state.amax_history))  # this run's history may have another length
             state.amax_history[:kept].copy_(history[:kept])
 
 
-def _layers(stages: list[Any], grid: RankGrid) -> Iterator[tuple[ShardedObject, Any]]:
-    """Yield the layers that may run in FP8, with empty shards that have their global names."""
+def _fp8_layers(stages: list[Any], grid: RankGrid) -> Iterator[tuple[ShardedObject, Any]]:
+    """Yield every layer that may run in FP8, after the shard, without data, of its scales."""
     config = stages[0].config
     if not config.fp8 or config.fp8_recipe != "delayed":
         return
@@ -188,112 +192,100 @@ def _layers(stages: list[Any], grid: RankGrid) -> Iterator[tuple[ShardedObject, 
 
 # -- the optimizer
 
-# The optimizer's state in a checkpoint: one form, whichever optimizer writes it and whichever loads it.
+# A checkpoint has the optimizer's state in one form for all optimizers and layouts:
 #
-#     optimizer.state.STATE.NAME    a state of the weight NAME: of AdamW, exp_avg and exp_avg_sq
-#     optimizer.state.param.NAME    its float32 main weight, unless NAME itself is that
-#     optimizer/param_groups        hyperparameters and the step, per group of weights
+#     optimizer.state.STATE.WEIGHT    a state of a weight; AdamW has exp_avg and exp_avg_sq
+#     optimizer.state.param.WEIGHT    the float32 main weight, unless the weight itself is in float32
+#     optimizer/param_groups          hyperparameters and the step, for each group of weights
 #
-# Each tensor has the shape of its weight. A rank saves and loads in place the part that it has: the state of all its
-# weights, or, with the distributed optimizer, a range of the elements of some, which is cut into rectangles. Nothing is
-# gathered. (megatron-core's form for all layouts, `fully_reshardable`, gathers on every rank, and saves wrong values
-# after a padded bucket: Megatron-LM pull request 5077, seen in 0.16.1 and 0.19.2.)
+# Each tensor has the shape of its weight. A rank saves and loads in place the part that it holds: the state of all its
+# weights, or, with the distributed optimizer, a range of the elements of some weights, which is cut into rectangles.
+# Nothing is gathered. (megatron-core's form for all layouts, `fully_reshardable`, gathers on every rank, and saves
+# wrong values after a padded bucket: Megatron-LM pull request 5077, seen in 0.16.1 and 0.19.2.)
 
 
 class _Part(NamedTuple):
-    """An optimizer's state of a range of a weight's elements, on this rank."""
+    """The optimizer's state for a range of a weight's elements, on this rank."""
 
     weight: torch.nn.Parameter
     start: int
-    """The range's first element."""
+    """First element of the range."""
     tensors: dict[str, Tensor]
-    """Tensors of the range by name: states, and `param`, the main weight, unless that is the weight itself."""
+    """Tensors of the range by state; the main weight is `param`, and is missing if the weight is in float32."""
     instance: int | None
-    """Number of the group of ranks that have the other ranges (`num_distributed_optimizer_instances`); None: every data
-    parallel rank has the whole weight."""
+    """Number of the distributed optimizer's instance (`num_distributed_optimizer_instances`), whose ranks divide the
+    weight; None: every data parallel rank has the state of the whole weight."""
 
 
 def stored_state(optimizer: Any, weights: dict[str, Any]) -> dict[str, Any]:
-    """Return the optimizer's state as a sharded state dict, also before the first update.
+    """Return the optimizer's state as a sharded state dict; before the first update, the initial state.
 
-    `weights` is the sharded state dict of the weights, whose data are the parameters themselves.
+    `weights` is the result of `model_state`, whose data are the parameters themselves.
     """
     shards = dict(enumerate(_shards(optimizer, weights)))
     return {"optimizer": {"param_groups": _stored_groups(optimizer)}, "optimizer_tensors": shards}
 
 
-def requested_tensors(optimizer: Any, weights: dict[str, Any], stored: Collection[str]) -> dict[int, ShardedTensor]:
-    """Return the optimizer's tensors, to load into, under the names that a checkpoint, `stored`, has for them."""
+def requested_tensors(optimizer: Any, weights: dict[str, Any], names: Collection[str]) -> dict[int, ShardedTensor]:
+    """Return the optimizer's tensors, to load into, under the `names` that a checkpoint has for them."""
     shards = {}
     for number, shard in enumerate(_shards(optimizer, weights)):
         if shard.key.startswith(MAIN_WEIGHT):
-            shard = replace(shard, key=main_weight_name(shard.key.removeprefix(MAIN_WEIGHT), stored))
+            shard = replace(shard, key=main_weight_name(shard.key.removeprefix(MAIN_WEIGHT), names))
         shards[number] = shard
     return shards
 
 
-def requested_weights(weights: dict[str, Any], stored: Collection[str]) -> dict[str, Any]:
-    """Return the weights under the names that a checkpoint has for them; in float32 a bf16 run's main ones."""
+def requested_weights(weights: dict[str, Any], stored_names: Collection[str]) -> dict[str, Any]:
+    """Return the weights, to load into, under the names that a checkpoint has for them in this run's type."""
 
     def named(leaf: Any) -> Any:
         is_main = leaf.data.dtype == torch.float32
-        return replace(leaf, key=main_weight_name(leaf.key, stored)) if is_main else leaf
+        return replace(leaf, key=main_weight_name(leaf.key, stored_names)) if is_main else leaf
 
     return {chunk: {name: named(leaf) for name, leaf in leaves.items()} for chunk, leaves in weights.items()}
 
 
-def set_tensors(local: dict[int, Tensor], loaded: dict[int, Tensor]) -> None:
-    """Copy the tensors that were not loaded in place, because another replica read them."""
-    for number, tensor in local.items():
-        if loaded[number].data_ptr() != tensor.data_ptr():
-            tensor.copy_(loaded[number])
-
-
 def set_groups(optimizer: Any, groups: list[dict[str, Any]], names: Collection[str]) -> None:
-    """Set these entries of the groups, such as the step. Groups have the same order in all layouts, on all ranks."""
+    """Set the entries `names`, such as the step, of the parameter groups, whose order is the same in all layouts."""
     for group, stored in zip(optimizer.param_groups, groups, strict=True):
         group.update({name: stored[name] for name in names})
 
 
 def _stored_groups(optimizer: Any) -> list[dict[str, Any]]:
-    """Return every group with the common step, which an optimizer does not count in groups without local weights."""
+    """Return the parameter groups without parameters; groups without weights on this rank get the others' step."""
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     step = max(group.get("step", 0) for group in groups)
     return [{**group, "step": step} for group in groups]
 
 
 def _parts(optimizer: Any, weights: list[torch.nn.Parameter]) -> Iterator[_Part]:
+    """Yield the optimizer's state on this rank for each weight."""
     for single in getattr(optimizer, "chained_optimizers", [optimizer]):
-        # Makes the states that the first update would make: every save has the same shards.
+        # Creates the states that the first update would create, so that every save has the same shards.
         single.init_state_fn(single.optimizer, single.config)
         if isinstance(single, DistributedOptimizer):
-            yield from _distributed_parts(single)
+            instance = single.distributed_optimizer_instance_id
+            buckets = [bucket for buffer in single.gbuf_ranges for group in buffer.values() for bucket in group]
+            starts = {weight: at["param"].start for bucket in buckets for weight, at in bucket["param_map"].items()}
+            states = {weight: dict(single._get_main_param_and_optimizer_states(weight)) for weight in starts}
         else:
+            instance = None
             updated = {main for group in single.param_groups for main in group["params"]}
-            mains = ((weight, getattr(weight, "main_param", weight)) for weight in weights)
-            state = single.optimizer.state
-            yield from (_part(weight, 0, main, state[main], None) for weight, main in mains if main in updated)
-
-
-def _distributed_parts(optimizer: Any) -> Iterator[_Part]:
-    for buffer in optimizer.gbuf_ranges:
-        for bucket in (bucket for buckets in buffer.values() for bucket in buckets):
-            for weight, ranges in bucket["param_map"].items():
-                state = dict(optimizer._get_main_param_and_optimizer_states(weight))
-                main = state.pop("param")
-                yield _part(weight, ranges["param"].start, main, state, optimizer.distributed_optimizer_instance_id)
-
-
-def _part(
-    weight: torch.nn.Parameter, start: int, main: Tensor, state: Mapping[str, Tensor], instance: int | None
-) -> _Part:
-    assert all(tensor.shape == main.shape for tensor in state.values()), f"states of other shapes: {list(state)}"
-    tensors = {**state, **({} if weight.dtype == torch.float32 else {"param": main})}
-    return _Part(weight, start, tensors, instance)
+            mains = {weight: getattr(weight, "main_param", weight) for weight in weights}
+            starts = {weight: 0 for weight, main in mains.items() if main in updated}
+            states = {weight: {**single.optimizer.state[mains[weight]], "param": mains[weight]} for weight in starts}
+        for weight, start in starts.items():
+            tensors = states[weight]
+            shapes = {tensor.shape for tensor in tensors.values()}
+            assert len(shapes) == 1, f"states of other shapes than the weight's: {list(tensors)}"
+            if weight.dtype == torch.float32:
+                del tensors["param"]
+            yield _Part(weight, start, tensors, instance)
 
 
 def _shards(optimizer: Any, weights: dict[str, Any]) -> Iterator[ShardedTensor]:
-    """Yield every part as rectangles of whole tensors; their data are the optimizer's."""
+    """Yield the parts of the optimizer's state as rectangles of whole tensors; the data are the optimizer's."""
     pieces = {leaf.data: list(local_shards({"": leaf})) for leaf in nested_values(weights)}
     for part in _parts(optimizer, list(pieces)):
         for piece in pieces[part.weight]:
@@ -302,26 +294,26 @@ def _shards(optimizer: Any, weights: dict[str, Any]) -> Iterator[ShardedTensor]:
 
 
 def _rectangles_of(piece: ShardedTensor, part: _Part, key: str, flat: Tensor) -> Iterator[ShardedTensor]:
-    """Yield the intersection of a part with a piece of its weight, as pieces of the tensor `key`.
+    """Yield the intersection of a part with a piece of its weight, as shards of the tensor `key`.
 
-    (A weight is one piece, unless it is stored as several: runs of its rows, or of its columns.)
+    A weight is one piece, unless the checkpoint stores it as several: ranges of its rows or of its columns.
 
     Args:
         flat: the part's tensor, flattened.
     """
     assert piece.data is not None and not piece.prepend_axis_num
-    weight = tuple(part.weight.shape)
-    before = piece.data.storage_offset() - part.weight.storage_offset()  # elements of the weight
-    corner = divmod(before, weight[1]) if len(weight) == 2 else (before,)
-    for first, offset, extent in rectangles(weight, part.start, part.start + flat.numel()):
-        held = flat.narrow(0, first - part.start, torch.Size(extent).numel()).view(extent)
+    weight_shape = tuple(part.weight.shape)
+    elements_before = piece.data.storage_offset() - part.weight.storage_offset()
+    corner = divmod(elements_before, weight_shape[1]) if len(weight_shape) == 2 else (elements_before,)
+    for first, offset, extent in rectangles(weight_shape, part.start, part.start + flat.numel()):
+        rectangle = flat.narrow(0, first - part.start, torch.Size(extent).numel()).view(extent)
         low = tuple(map(max, offset, corner))
         high = tuple(
-            min(at + size, c + s) for at, size, c, s in zip(offset, extent, corner, piece.data.shape, strict=True)
+            min(o + e, c + size) for o, e, c, size in zip(offset, extent, corner, piece.data.shape, strict=True)
         )
         if any(end <= start for start, end in zip(low, high, strict=True)):
-            continue  # it belongs to other pieces
-        data = held[tuple(slice(start - at, end - at) for at, start, end in zip(offset, low, high, strict=True))]
+            continue  # the rectangle belongs to other pieces
+        data = rectangle[tuple(slice(start - o, end - o) for o, start, end in zip(offset, low, high, strict=True))]
         yield replace(
             piece,
             key=key,
@@ -329,7 +321,7 @@ def _rectangles_of(piece: ShardedTensor, part: _Part, key: str, flat: Tensor) ->
             dtype=data.dtype,
             local_shape=tuple(data.shape),
             global_offset=tuple(g + start - c for g, start, c in zip(piece.global_offset, low, corner, strict=True)),
-            axis_fragmentations=None,  # not a regular grid
+            axis_fragmentations=None,  # the shards form no regular grid
             replica_id=piece.replica_id if part.instance is None else (*piece.replica_id[:2], part.instance),
         )
 
@@ -338,7 +330,7 @@ def rectangles(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[i
     """Yield (first element, offset, shape) of the fewest rectangles that cover a range of a tensor's elements.
 
     Args:
-        shape: the tensor's, of one or two dimensions.
+        shape: shape of the tensor, of one or two dimensions.
         start, end: the range, in elements of the flattened tensor.
     """
     columns = shape[-1] if len(shape) == 2 else 1

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -19,7 +20,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 from megatron_fanformer.checkpoint import megatron_versions, run_folder
-from megatron_fanformer.checkpoint.megatron_versions import WRITER_LOGGER, ResultsFile, watched
+from megatron_fanformer.checkpoint.megatron_versions import WRITER_LOGGER, ResultsFile, run_writer
 from megatron_fanformer.checkpoint.saving import CheckpointSaver, check_finite
 from megatron_fanformer.errors import DivergenceError, FanformerError
 from megatron_fanformer.runtime.agreement import is_main
@@ -36,20 +37,14 @@ RunOnRanks = Callable[..., list[Any]]
 @contextmanager
 def writers_do_first(action: Callable[[], None]) -> Iterator[None]:
     """Writers that start within do something before they write."""
-    original = megatron_versions.watched
+    original = megatron_versions.run_writer
 
-    def doing_it(write: Callable[..., None]) -> Callable[..., None]:
-        def write_after(*arguments: Any) -> None:
-            action()
-            original(write)(*arguments)
+    def write_after(*arguments: Any) -> None:
+        action()
+        original(*arguments)
 
-        return write_after
-
-    megatron_versions.watched = doing_it
-    try:
+    with mock.patch.object(megatron_versions, "run_writer", write_after):
         yield
-    finally:
-        megatron_versions.watched = original
 
 
 def wait_until(happened: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
@@ -223,7 +218,8 @@ def fail_into_the_log(_rank: int, _buckets: Any, results: Any) -> None:
 
 def test_what_a_writer_logs_is_the_reason() -> None:
     results = ResultsFile()
-    process = multiprocessing.get_context("fork").Process(target=watched(fail_into_the_log), args=(0, None, results))
+    arguments = (fail_into_the_log, 0, None, results)
+    process = multiprocessing.get_context("fork").Process(target=run_writer, args=arguments)
     process.start()
     process.join()
     assert repr(results.get_nowait()) == repr(RuntimeError("no space left"))
@@ -234,7 +230,7 @@ def write_for_ever(*_: Any) -> None:
 
 
 def start_a_writer(connection: Any) -> None:
-    writer = multiprocessing.get_context("fork").Process(target=watched(write_for_ever), args=(0, None, None))
+    writer = multiprocessing.get_context("fork").Process(target=run_writer, args=(write_for_ever, 0, None, None))
     writer.start()
     connection.send(writer.pid)
     writer.join()

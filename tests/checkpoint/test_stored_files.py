@@ -100,7 +100,7 @@ def test_getattr_in_a_table_gives_members_of_enumerations_alone(checkpoint: Path
     table = read_table(checkpoint)
     table.planner_data = _Attribute(owner, name)
     (checkpoint / METADATA).write_bytes(pickle.dumps(table))
-    with pytest.raises(CorruptError, match=r"holds more than a table of tensors, or is damaged \(builtins\.getattr\)"):
+    with pytest.raises(CorruptError, match=r"holds more than data \(builtins\.getattr\)"):
         read_table(checkpoint)
 
 
