@@ -1,7 +1,6 @@
 """What all tests share: megatron-core made ready for the CPU, the pool of ranks, documents and tokenizers."""
 
 import gc
-import io
 import multiprocessing
 import os
 import signal
@@ -115,12 +114,6 @@ def without_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])
     for name in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture
-def ascii_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As under some locales: a path's text that is read or written without naming its encoding is ASCII."""
-    monkeypatch.setattr(io, "text_encoding", lambda encoding, *_: encoding or "ascii")
 
 
 @pytest.fixture(scope="session")

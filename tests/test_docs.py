@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 ROOT = Path(__file__).parents[1]
@@ -76,11 +75,6 @@ def test_the_navigation_has_every_page_once() -> None:
     assert sorted(named(navigation)) == sorted({str(page.relative_to(ROOT)) for page in PAGES} - of_tests)
 
 
-@pytest.mark.usefixtures("ascii_by_default")
-def test_the_pages_are_read_in_every_locale() -> None:
-    assert SITE.site_files() == FILES
-
-
 def test_the_pages_have_every_table_once() -> None:
     tables = tool("page_tables").tables()
     assert sorted(name for page in PAGES for name in SITE.MARK.findall(page.read_text())) == sorted(tables)
@@ -89,8 +83,3 @@ def test_the_pages_have_every_table_once() -> None:
         assert rows and {len(re.findall(r"(?<!\\)\|", row)) for row in rows} <= {3, 4, 5, 6}
     links = {link for text in tables.values() for link in LINK.findall(text)}
     assert links and all(leads_somewhere(link, ROOT / "docs" / "commands.md") for link in links)
-
-
-def test_every_picture_is_shown() -> None:
-    shown = {(page.parent / target).resolve() for page in PAGES for target in links(page)}
-    assert [path.name for path in (ROOT / "docs" / "images").iterdir() if path.resolve() not in shown] == []

@@ -139,10 +139,6 @@ if [[ "$*" == *check_nodes.py* ]]; then
     echo "$*" >> $FOLDER/checks
     exit "$CHECK_CODE"
 fi
-if [[ "$*" == *" ip "* ]]; then
-    echo "$SHOWN"
-    exit
-fi
 if [[ "$*" == *" true" ]]; then
     [[ "$*" != *"--nodelist=${LOST:-none},"* ]]
     exit
@@ -241,20 +237,6 @@ def test_the_slurm_script_starts_as_many_ranks_as_a_node_has_gpus_in_a_container
     in_container = f"--container-image={image} --container-workdir={os.getcwd()} --no-container-entrypoint"
     begins = f"node-7 22345 --cpu-bind=none {in_container} --container-mounts={mounts} --nodes=3 "
     assert srun[0].startswith(begins) and "--ntasks=12 --ntasks-per-node=4 " in srun[0]
-    (tmp_path / "srun.calls").unlink()
-    _, srun, _ = run_slurm_script(tmp_path, [0], CONTAINER_IMAGE=image, CONTAINER_MOUNTS="/data:/data:ro")
-    assert "--container-mounts=/data:/data:ro --nodes=3 " in srun[0]
-
-
-@pytest.mark.parametrize(("shown", "address"), [("inet 10.1.2.3/16 brd 10.1.255.255", "10.1.2.3"), ("", None)])
-def test_the_slurm_script_finds_the_address_of_an_interface(
-    tmp_path: Path, shown: str, address: str | None, capfd: pytest.CaptureFixture[str]
-) -> None:
-    line = shown and f"4: ib0    {shown} scope global ib0"
-    code, srun, _ = run_slurm_script(tmp_path, [0], INTERFACE="ib0", SHOWN=line)
-    assert (code, len(srun)) == ((0, 1) if address else (2, 0))
-    assert all(line.startswith(f"{address} 22345 ") for line in srun)
-    assert ("node-7 has no IPv4 address on INTERFACE ib0; name another" in capfd.readouterr().err) == (address is None)
 
 
 @pytest.mark.full
@@ -283,20 +265,6 @@ def test_a_task_of_an_array_encodes_its_shard(
 def test_the_scripts_pass_shellcheck(script: Path) -> None:
     checked = subprocess.run(["shellcheck", script], capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stdout
-
-
-def test_lm_eval_is_started_by_a_python_that_is_named_from_here(tmp_path: Path) -> None:
-    """By a stand-in for the interpreter, behind a link, as an environment's is."""
-    message = tmp_path / "message"
-    write_program(tmp_path / "program", f'printf "%s\\n" "$0" "$@" > {message}')
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "python").symlink_to("../program")
-    (tmp_path / "export").mkdir()
-    command = ["bash", str(EXAMPLES / "lm-eval.sh"), "export", "results"]
-    subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHON": "bin/python"}, check=True)
-    arguments = message.read_text().splitlines()
-    assert arguments[:3] == [str(tmp_path / "bin" / "python"), "-m", "lm_eval"]
-    assert f"pretrained={tmp_path / 'export'},trust_remote_code=True" in arguments
 
 
 def test_olmes_gets_the_export_as_a_local_model_and_the_papers_suite(tmp_path: Path) -> None:

@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fanformer.model.placements import PLACEMENTS
-
 PACKAGE = "megatron_fanformer"
 ROOT = Path(__file__).parent.parent / PACKAGE
 
@@ -242,24 +240,6 @@ def stages_alone_name_megatrons_models(root: Path) -> list[str]:
     return found
 
 
-def placements_are_asked_and_not_compared(root: Path) -> list[str]:
-    """What follows from a placement's name stands in `model/placements.py` and, for exports, in the tables of hf."""
-    found = []
-    for path, tree in sources(root):
-        if path == Path("model/placements.py"):
-            continue
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.Compare | ast.Match):
-                continue
-            compared = [node.left, *node.comparators] if isinstance(node, ast.Compare) else [node.subject, *node.cases]
-            parts = [part for each in compared for part in ast.walk(getattr(each, "pattern", each)) if part is not node]
-            words = {part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)}
-            names = [str(_last_name(part)) for part in parts]
-            if "qk_and_v" in words or (words & PLACEMENTS.keys() and any("placement" in name for name in names)):
-                found.append(f"{path}:{node.lineno}: compares a placement with its name")
-    return found
-
-
 # (rule, file of a package that breaks it, its text)
 PLANTED: list[tuple[Rule, str, str]] = [
     (rooms_are_in_the_table, "attic/box.py", ""),
@@ -270,7 +250,6 @@ PLANTED: list[tuple[Rule, str, str]] = [
     (environment_is_read_in_two_modules, "train/a.py", "import os\nrank = os.environ['RANK']"),
     (files_are_short, "data/a.py", "x = 1\n" * (MAX_LINES + 1)),
     (model_chooses_no_device, "model/a.py", "import torch\nx = torch.zeros(1, device='cuda:0')"),
-    (placements_are_asked_and_not_compared, "hf/a.py", 'x = config.fan_placement in ("qkv", "ffn")'),
     (stages_alone_name_megatrons_models, "train/a.py", "from megatron.core.models.gpt import GPTModel as Model"),
 ]
 # (file, its text) that break no rule
@@ -279,7 +258,6 @@ INNOCENT = [
     ("checkpoint/save.py", f"from {PACKAGE}.model import config\nfrom {PACKAGE}.errors import InputError"),
     ("model/config.py", '"""Runs on cuda or cpu."""'),
     ("model/stages.py", "from megatron.core.models.gpt import GPTModel"),
-    ("model/placements.py", 'is_mine = fan.placement == "ffn"'),
     ("runtime/device.py", "import os\nrank = os.environ.get('RANK')\nos.environ['OMP_NUM_THREADS'] = '1'"),
 ]
 

@@ -70,13 +70,9 @@ def start_pod(manifest: dict[str, Any], folder: Path, ends: list[str]) -> "subpr
     [ranks] = pod["containers"]
     (folder / "codes").write_text("\n".join(ends) + "\n")
     write_program(folder / "python3", STAND_IN.format(folder=folder))
-    return start_container(ranks, folder)
-
-
-def start_container(container: dict[str, Any], folder: Path) -> "subprocess.Popen[bytes]":
-    environment = {entry["name"]: entry["value"] for entry in container.get("env", [])}
+    environment = {entry["name"]: entry["value"] for entry in ranks["env"]}
     environment |= {"JOB_COMPLETION_INDEX": "3", "PATH": f"{folder}:{os.environ['PATH']}"}
-    return subprocess.Popen([*container["command"], *container["args"]], env=environment)
+    return subprocess.Popen([*ranks["command"], *ranks["args"]], env=environment)
 
 
 @pytest.mark.parametrize(("ends", "code"), [(["0"] * 8, 0), (["0", "3", "1"] + ["0"] * 5, 3)])
@@ -98,19 +94,3 @@ def test_a_pod_passes_its_end_on_and_tells_that_the_ranks_stopped(manifest: dict
     pod.terminate()
     assert pod.wait(timeout=PATIENCE_SECONDS) == 5
     assert sorted((tmp_path / "stopped").read_text().split()) == [str(24 + gpu) for gpu in range(8)]
-
-
-@pytest.mark.parametrize(("code", "slept"), [(0, ""), (1, "300\n")])
-def test_after_a_failed_check_there_is_time_to_cordon_the_node(
-    manifest: dict[str, Any], code: int, slept: str, tmp_path: Path
-) -> None:
-    """With stand-ins for the check, which ends with a code, and for `sleep`."""
-    [container] = parts(manifest)[1]["initContainers"]
-    (tmp_path / "slept").touch()
-    write_program(tmp_path / "python3", f'echo "$*" >> {tmp_path}/lines; exit {code}')
-    write_program(tmp_path / "sleep", f"echo $1 >> {tmp_path}/slept")
-    check = start_container(container, tmp_path)
-    assert check.wait(timeout=PATIENCE_SECONDS) == code
-    command = "-m torch.distributed.run --standalone --nproc-per-node 8 examples/check_nodes.py"
-    assert (tmp_path / "lines").read_text() == f"{command}\n"
-    assert (tmp_path / "slept").read_text() == slept

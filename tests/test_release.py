@@ -45,13 +45,6 @@ def test_the_citation_is_of_this_version() -> None:
     assert all({"type", "title", "authors"} <= reference.keys() for reference in citation["references"])
 
 
-def test_hosted_ci_calls_the_same_script_on_every_supported_python() -> None:
-    (job,) = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"].values()
-    supported = [found[1] for text in PROJECT["classifiers"] if (found := re.search(r":: (3\.\d+)$", text))]
-    assert sorted(job["strategy"]["matrix"]["python"]) == sorted(supported)
-    assert job["steps"][-1] == {"run": ".ci/run"}
-
-
 def test_the_image_takes_its_versions_from_the_constraints() -> None:
     text = (ROOT / "Dockerfile").read_text()
     assert all((ROOT / file).is_file() for file in re.findall(r"--constraint (\S+)", text))

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_fanformer.model.layer_spec import transformer_engine_problem
+from megatron_fanformer.runtime.device import fp8_problem
 from megatron_fanformer.runtime.layout import RuntimeConfig
 from megatron_fanformer.train.metrics import read_metrics
 from tests.engine_on_cpu import installing
 from tests.patience import PATIENCE_SECONDS
-from tests.small_runs import small_run, start_command, write_config
+from tests.small_runs import ROOT, small_run, start_command, write_config
 from tests.token_pairs import write_token_pair
 
 IS_STAND_IN = torch.cuda.is_available() and torch.cuda.get_device_name() == installing.NAME
@@ -27,6 +29,13 @@ needs_gpu = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is seen: `pytest tests/gpu` alone shows it"),
 ]
 needs_real_gpu = pytest.mark.skipif(IS_STAND_IN, reason="the GPU is the stand-in of tests/engine_on_cpu")
+
+
+def needs_engine(recipe: str | None = None) -> None:
+    """Skip a test where there is no Transformer Engine, or no FP8 of a recipe."""
+    if problem := transformer_engine_problem() or (recipe and fp8_problem(recipe)):
+        pytest.skip(str(problem))
+
 
 VOCAB_SIZE = 512
 SEQ_LENGTH = 128
@@ -81,7 +90,8 @@ def finished(values: dict[str, Any], file: Path) -> list[float]:
 
 def finished_metrics(values: dict[str, Any], file: Path) -> list[dict[str, Any]]:
     """The same, with all metrics of each step."""
-    environment = {"PYTHONPATH": python_path()}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # Transformer Engine may stand in a folder of it
+    environment = {"PYTHONPATH": os.pathsep.join(paths)}
     if values["runtime"]["device"] == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     arguments = ("--debug", "train", "--config", str(write_config(file, values)))
@@ -89,9 +99,3 @@ def finished_metrics(values: dict[str, Any], file: Path) -> list[dict[str, Any]]
     output, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, f"{output[-2000:]}\n{errors[-6000:]}"
     return read_metrics(Path(values["training"]["run_dir"]))
-
-
-def python_path() -> str:
-    """This checkout's first, then what this process has: Transformer Engine may stand in a folder of its own."""
-    root = str(Path(__file__).parents[2])
-    return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from megatron_fanformer.convert.recognition import find_checkpoint
-from megatron_fanformer.model.layer_spec import transformer_engine_problem
-from megatron_fanformer.runtime.device import fp8_problem
-from tests.gpu.making import STEPS, finished, gpu_run, needs_gpu
+from tests.gpu.making import STEPS, finished, gpu_run, needs_engine, needs_gpu
 from tests.whole_models import read_full_tensors
 
 pytestmark = needs_gpu
@@ -18,9 +16,8 @@ HALF = STEPS // 2
 
 @pytest.mark.parametrize("recipe", [None, "delayed", "tensorwise"])
 def test_a_resume_is_the_same_bit_by_bit(recipe: str | None, tokens: str, tmp_path: Path) -> None:
-    problem = transformer_engine_problem() or (recipe and fp8_problem(recipe))
-    if recipe and problem:
-        pytest.skip(problem)
+    if recipe:
+        needs_engine(recipe)
     precision = {"dtype": "bf16", **({"fp8": "hybrid", "fp8_recipe": recipe} if recipe else {})}
     runtime = {"deterministic_mode": True}
     straight = gpu_run(tokens, tmp_path / "straight", runtime=runtime, precision=precision)
@@ -34,10 +31,6 @@ def test_a_resume_is_the_same_bit_by_bit(recipe: str | None, tokens: str, tmp_pa
     expected = finished(straight, tmp_path / "straight.yaml")
     assert len(finished(stopping, tmp_path / "stopping.yaml")) == HALF
     assert finished(stopping, tmp_path / "stopping.yaml") == expected
-    assert_same_weights(tmp_path / "straight", tmp_path / "resumed")
-
-
-def assert_same_weights(run: Path, other: Path) -> None:
-    ours, others = (read_full_tensors(find_checkpoint(folder)) for folder in (run, other))
+    ours, others = (read_full_tensors(find_checkpoint(tmp_path / run)) for run in ("straight", "resumed"))
     assert ours.keys() == others.keys()
     assert [name for name in ours if not torch.equal(ours[name], others[name])] == []

@@ -4,20 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fanformer.model.layer_spec import transformer_engine_problem
-from megatron_fanformer.runtime.device import fp8_problem
-from tests.gpu.making import SAME_LOSS, finished, finished_metrics, gpu_run, needs_gpu, needs_real_gpu
+from tests.gpu.making import SAME_LOSS, finished, finished_metrics, gpu_run, needs_engine, needs_gpu, needs_real_gpu
 
 pytestmark = needs_gpu
 
 # FP8's e4m3 keeps three bits; over a dozen steps of falling loss, in nats. No machine has shown it yet.
 FP8_LOSS = 0.2
-
-
-def needs_engine(recipe: str | None = None) -> None:
-    problem = transformer_engine_problem() or (recipe and fp8_problem(recipe))
-    if problem:
-        pytest.skip(str(problem))
 
 
 def assert_near(losses: list[float], others: list[float], bound: float) -> None:

@@ -11,12 +11,11 @@ import torch
 from megatron_fanformer.checkpoint.training_state import model_state
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.config import FANConfig, FANformerConfig, KernelsConfig, PrecisionConfig
-from megatron_fanformer.model.layer_spec import chosen_engine_attention, transformer_engine_problem
-from megatron_fanformer.runtime.device import fp8_problem
+from megatron_fanformer.model.layer_spec import chosen_engine_attention
 from megatron_fanformer.runtime.parallel import ParallelConfig, distributed
 from megatron_fanformer.runtime.pipeline import packed_documents
 from megatron_fanformer.runtime.seeding import seed_everything
-from tests.gpu.making import MODEL, ON_GPU, needs_gpu
+from tests.gpu.making import MODEL, ON_GPU, needs_engine, needs_gpu
 
 pytestmark = needs_gpu
 
@@ -59,8 +58,7 @@ class Pass(NamedTuple):
 
 @pytest.fixture(autouse=True)
 def _transformer_engine() -> None:
-    if problem := transformer_engine_problem():
-        pytest.skip(f"Transformer Engine: {problem}")
+    needs_engine()
 
 
 @contextmanager
@@ -170,8 +168,7 @@ def test_attention_within_documents() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_an_fp8_pass_is_near_the_bf16_one(recipe: str) -> None:
-    if problem := fp8_problem(recipe):
-        pytest.skip(problem)
+    needs_engine(recipe)
     # The delayed recipe has its scales from passes before: they are all 1 in the first.
     passes = 3 if recipe == "delayed" else 1
     bf16 = run("transformer_engine", VARIANTS["paper"])
@@ -188,19 +185,11 @@ def test_an_fp8_pass_is_near_the_bf16_one(recipe: str) -> None:
     assert difference < FP8_GRADIENT, name
 
 
-def test_the_fan_map_in_fp8_where_it_is_asked_for() -> None:
-    if problem := fp8_problem("tensorwise"):
-        pytest.skip(problem)
-    precision = PrecisionConfig(dtype="bf16", fp8="hybrid", fp8_fan=True)
+@pytest.mark.parametrize(("option", "in_fp8"), [("fp8_fan", True), ("first_last_layers_bf16", False)])
+def test_an_option_puts_all_maps_of_the_first_of_two_layers_in_fp8_or_none(option: str, in_fp8: bool) -> None:
+    needs_engine("tensorwise")
+    precision = PrecisionConfig(**{"dtype": "bf16", "fp8": "hybrid", option: True})
     fp8 = run("transformer_engine", VARIANTS["paper"], precision=precision)
-    assert all(fp8.in_fp8.values())
+    assert set(fp8.in_fp8.values()) == {in_fp8}
     bf16 = run("transformer_engine", VARIANTS["paper"])
     assert fp8.loss == pytest.approx(bf16.loss, abs=FP8_LOSS)
-
-
-def test_first_and_last_layers_stay_bf16() -> None:
-    if problem := fp8_problem("tensorwise"):
-        pytest.skip(problem)
-    precision = PrecisionConfig(dtype="bf16", fp8="hybrid", first_last_layers_bf16=True)
-    fp8 = run("transformer_engine", VARIANTS["paper"], precision=precision)  # its two layers are the first and last
-    assert not any(fp8.in_fp8.values())

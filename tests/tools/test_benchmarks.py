@@ -60,14 +60,6 @@ def test_a_gpu_is_held_to_its_own_data_sheet(monkeypatch: pytest.MonkeyPatch, na
     assert line["share_of_peak"] == expected and (line["predicted_step_seconds"] is None) == (peak is None)
 
 
-def test_a_case_that_names_no_model_is_refused_in_one_line(
-    bench: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert bench("--case", "F", "fanfromer") == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert "'fanfromer' is no model" in line
-
-
 def objects(*options: str) -> list[dict[str, Any]]:
     command = [sys.executable, str(ROOT / "tools" / "bench_kernels.py"), *options, "--json"]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -46,17 +46,3 @@ def test_each_source_predicted_without_its_own_runs(score: Score) -> None:
         # What is stated is what these errors give, in whole percent; and so for a source that it does not know.
         assert interval["width"] <= interval["stated"] < interval["width"] + 0.011, kind
         assert interval["within_others"] is None or interval["within_others"] >= 0.9, kind
-
-
-def test_a_wrong_row_is_refused_in_one_line(
-    run_tool: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file, text = tmp_path / "rows.csv", PUBLISHED.read_text()
-    for good, bad, message in (
-        (",step_seconds,", ",seconds,", "no column step_seconds"),
-        (",A100,", ",A1000,", ":2: gpu is 'A1000'; it must be one of A100"),
-    ):
-        file.write_text(text.replace(good, bad, 1))
-        assert run_tool("score_published", str(file)) == 2
-        [line] = capsys.readouterr().err.splitlines()
-        assert message in line
