@@ -85,7 +85,7 @@ def read_command(arguments: Sequence[str]) -> tuple[Verb[Any], Any]:
     """
     if arguments and arguments[0] in REMOVED:
         raise InputError(f"{arguments[0]} is no verb any more; {REMOVED[arguments[0]]}")
-    named = [argument for argument in arguments if argument in VERBS][:1]
+    named = [argument for argument in arguments if argument in VERBS][:1]  # no option before the verb takes such a word
     try:
         given, rest = _parser(named).parse_known_args([argument for argument in arguments if argument != "--debug"])
     except InputError as error:

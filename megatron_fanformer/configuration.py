@@ -227,15 +227,15 @@ def overlay(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
     return merged
 
 
-def by_dotted_names(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested values as a flat mapping, with the names that overrides have: `model.fan.p_ratio`."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
-        flat |= by_dotted_names(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
     return flat
 
 
-def moved_names(values: Mapping[str, Any], moves: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
+def rename_moved_fields(values: Mapping[str, Any], moves: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
     """Rename moved fields in a copy of nested values; return the copy, and the former names that were found.
 
     Args:
@@ -272,13 +272,13 @@ class FieldDescription(NamedTuple):
     """The docstring below the field, on one line."""
 
 
-def described_fields(owner: Any, prefix: str = "") -> Iterator[FieldDescription]:
+def describe_fields(owner: Any, prefix: str = "") -> Iterator[FieldDescription]:
     """Yield the fields of a dataclass and of its sections in order; a section itself is not yielded."""
     hints, texts = get_type_hints(owner), field_texts(owner)
     for field in dataclasses.fields(owner):
         name, hint = prefix + field.name, hints[field.name]
         if dataclasses.is_dataclass(hint):
-            yield from described_fields(hint, f"{name}.")
+            yield from describe_fields(hint, f"{name}.")
             continue
         default = None
         if not _is_required(field):

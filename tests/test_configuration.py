@@ -10,10 +10,10 @@ import pytest
 from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.configuration import (
     build,
-    described_fields,
-    moved_names,
+    describe_fields,
     overlay,
     read_overrides,
+    rename_moved_fields,
     value_problems,
     yaml_value,
 )
@@ -118,9 +118,9 @@ def test_every_earlier_name_is_of_a_field(tmp_path: Path) -> None:
 
 
 def test_of_two_names_the_present_one_counts_and_an_override_before_the_file(tmp_path: Path) -> None:
-    moved, earlier = moved_names({"parallel": {"device": "cpu"}, "runtime": {"device": "cuda"}}, MOVED_FIELDS)
+    moved, earlier = rename_moved_fields({"parallel": {"device": "cpu"}, "runtime": {"device": "cuda"}}, MOVED_FIELDS)
     assert (moved, earlier) == ({"parallel": {}, "runtime": {"device": "cuda"}}, ["parallel.device"])
-    assert moved_names({"a": 3}, {"a.b": "c.d"}) == ({"a": 3}, [])  # only out of sections
+    assert rename_moved_fields({"a": 3}, {"a.b": "c.d"}) == ({"a": 3}, [])  # only out of sections
     file = write_config(tmp_path / "config.yaml", small_run("x", tmp_path))
     assert load_config(file, ["--parallel.device", "cuda"]).runtime.device == "cuda"
 
@@ -138,7 +138,7 @@ def test_a_checkpoint_of_an_earlier_version_is_read_under_the_present_names(tmp_
 
 
 def test_fields_are_described_from_the_source() -> None:
-    described = [(field.name, field.type, field.default, field.text) for field in described_fields(Outer)]
+    described = [(field.name, field.type, field.default, field.text) for field in describe_fields(Outer)]
     assert described == [
         ("count", "an integer", None, "How many."),
         ("kind", "one of a, b or null", "null", "Which."),

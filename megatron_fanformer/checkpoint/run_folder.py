@@ -30,7 +30,7 @@ from typing import Any
 import yaml
 
 from megatron_fanformer.checkpoint.manifest import MANIFEST, VERSIONS, check_small_files, versions, write_manifest
-from megatron_fanformer.configuration import moved_names, read_plain_values
+from megatron_fanformer.configuration import read_plain_values, rename_moved_fields
 from megatron_fanformer.data.tokenizer import TOKENIZER_JSON, TOKENIZER_MODEL
 from megatron_fanformer.durable_files import publish, regular_file, write_atomically
 from megatron_fanformer.errors import CorruptError, InputError, broken_fields
@@ -278,7 +278,7 @@ def saved_config(checkpoint: Path) -> dict[str, Any]:
     for name, section in values.items():
         if not isinstance(section, dict):
             raise CorruptError(f"{file}: {name!r:.40} is not a mapping of fields to values; use another checkpoint")
-    return moved_names(values, MOVED_FIELDS)[0]
+    return rename_moved_fields(values, MOVED_FIELDS)[0]
 
 
 def metrics_entry(line: bytes) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_fanformer.checkpoint import run_folder
-from megatron_fanformer.configuration import by_dotted_names
+from megatron_fanformer.configuration import flatten
 from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.intervals import mean_of, standard_error, t_quantile, too_little
@@ -127,7 +127,7 @@ def read_dynamics(runs: Sequence[Path]) -> Dynamics:
     for run in runs:
         if not (run / run_folder.METRICS).is_file():
             raise InputError(f"{run} is no run's folder: it has no {run_folder.METRICS}; name runs that have begun")
-        fields = by_dotted_names(determining_fields(run_folder.read_mapping(run / run_folder.CONFIG), COMPARED))
+        fields = flatten(determining_fields(run_folder.read_mapping(run / run_folder.CONFIG), COMPARED))
         seed = fields.pop(SEED)
         if fields not in configurations:
             configurations.append(fields)

@@ -177,9 +177,9 @@ class FANformerConfig:
 
     def resolved_fields(self) -> dict[str, Any]:
         """Return the fields by dotted names, in one form: configurations of equal models have equal fields."""
-        from megatron_fanformer.configuration import by_dotted_names  # as in `from_dict`
+        from megatron_fanformer.configuration import flatten  # as in `from_dict`
 
-        fields = by_dotted_names(dataclasses.asdict(dataclasses.replace(self, num_query_groups=self.query_groups)))
+        fields = flatten(dataclasses.asdict(dataclasses.replace(self, num_query_groups=self.query_groups)))
         del fields["make_vocab_size_divisible_by"]
         return {**fields, "padded_vocab_size": self.padded_vocab_size}
 

@@ -33,7 +33,7 @@ class ChunkFactors(NamedTuple):
     """log Z: the logarithm of the sum of the exponentials of the token's logits."""
 
 
-def to_gradient(
+def write_losses_and_gradient(
     logits_cv: Tensor,
     local_labels_c: Tensor,
     losses_c: Tensor,
@@ -59,7 +59,7 @@ def to_gradient(
     columns = local_labels_c.where(is_local, 0)
     label_c = logits_cv[rows, columns].float()
     greatest_c, sum_c = exponentials(logits_cv)
-    (total_c, label_c), factor_c, greatest_c = _over_vocabulary(greatest_c, sum_c, label_c, is_local, group)
+    (total_c, label_c), factor_c, greatest_c = _combine_ranks(greatest_c, sum_c, label_c, is_local, group)
     log_total_c = total_c.log()
     torch.sub(log_total_c, label_c, out=losses_c)
     unit_c = sum_c if logits_cv.dtype != torch.float32 else 1.0  # the exponentials' divisor
@@ -76,7 +76,7 @@ def to_gradient(
     return ChunkFactors(share_c, log_sum_c)
 
 
-def _over_vocabulary(
+def _combine_ranks(
     greatest_c: Tensor, sum_c: Tensor, label_c: Tensor, is_local: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Combine the ranks' parts of the vocabulary.
@@ -122,8 +122,10 @@ def _triton_kernel() -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
 
 def exponentials_in_torch(logits_cv: Tensor) -> tuple[Tensor, Tensor]:
     """Compute `exponentials` in PyTorch on any device; a few rows at a time go through all passes."""
+    is_on_cpu = logits_cv.device.type == "cpu"
+    cached_bytes = CACHED_BYTES_PER_THREAD * torch.get_num_threads() if is_on_cpu else CACHED_BYTES_GPU
     greatest, sums = [], []
-    for logits in logits_cv.split(_rows_in_cache(logits_cv)):
+    for logits in logits_cv.split(max(1, cached_bytes // (4 * logits_cv.shape[1]))):
         values = logits.float()  # float32 logits are not copied
         row_greatest = values.amax(-1, keepdim=True)
         row_sum = values.sub_(row_greatest).exp_().sum(-1, keepdim=True)
@@ -132,9 +134,3 @@ def exponentials_in_torch(logits_cv: Tensor) -> tuple[Tensor, Tensor]:
         sums.append(row_sum.squeeze(-1))
         greatest.append(row_greatest.squeeze(-1))
     return torch.cat(greatest), torch.cat(sums)
-
-
-def _rows_in_cache(logits_cv: Tensor) -> int:
-    is_on_cpu = logits_cv.device.type == "cpu"
-    cached_bytes = CACHED_BYTES_PER_THREAD * torch.get_num_threads() if is_on_cpu else CACHED_BYTES_GPU
-    return max(1, cached_bytes // (4 * logits_cv.shape[1]))

@@ -44,7 +44,7 @@ def activate(pre_tnr: Tensor, x_f_nw: Tensor, periodic: int, gelu: bool) -> Tens
     phase_ntp, g_ntg = pre_tnr.transpose(0, 1).split([periodic, pre_tnr.shape[-1] - periodic], dim=-1)
     cos_ntp, sin_ntp, out_ntg = _canonical_views(x_f_nw, len(pre_tnr), periodic)
     # A contiguous float32 copy to overwrite: PyTorch's cos and sin are slow on a part of each row.
-    phase_ntp = _high_copy(phase_ntp)
+    phase_ntp = _wide_copy(phase_ntp)
     cos_ntp.copy_(phase_ntp.cos())
     sin_ntp.copy_(phase_ntp.sin_())
     out_ntg.copy_(F.gelu(g_ntg) if gelu else g_ntg)
@@ -58,12 +58,12 @@ def differentiate(x_f_nw: Tensor, grad_nw: Tensor, g_nv: Tensor | None, grad_pre
     cos_ntp, sin_ntp, _ = _canonical_views(x_f_nw, ranks, periodic)
     grad_pre_ntr = grad_pre_tnr.transpose(0, 1)
     out_p, out_g = grad_pre_ntr.split([periodic, grad_pre_ntr.shape[-1] - periodic], dim=-1)
-    if grad_nw.dtype == _high(grad_nw):
+    if grad_nw.dtype == _wide_dtype(grad_nw):
         torch.mul(grad_sin, cos_ntp, out=out_p)
         out_p.sub_(grad_cos * sin_ntp)
     else:  # rounded once
-        high = _high_copy(grad_sin).mul_(_high_copy(cos_ntp))
-        out_p.copy_(high.sub_(_high_copy(grad_cos).mul_(_high_copy(sin_ntp))))
+        high = _wide_copy(grad_sin).mul_(_wide_copy(cos_ntp))
+        out_p.copy_(high.sub_(_wide_copy(grad_cos).mul_(_wide_copy(sin_ntp))))
     out_g.copy_(grad_g if g_nv is None else torch.ops.aten.gelu_backward(grad_g, g_nv.view(grad_g.shape)))
 
 
@@ -71,13 +71,13 @@ EAGER = Implementation(activate, differentiate)
 """The activation in PyTorch, on any device and in any float type."""
 
 
-def _high(tensor: Tensor) -> torch.dtype:
+def _wide_dtype(tensor: Tensor) -> torch.dtype:
     """Return the tensor's type or float32, whichever is wider: in bf16, a phase of 100 is off by half a radian."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _high_copy(tensor: Tensor) -> Tensor:
-    return tensor.to(_high(tensor), memory_format=torch.contiguous_format, copy=True)
+def _wide_copy(tensor: Tensor) -> Tensor:
+    return tensor.to(_wide_dtype(tensor), memory_format=torch.contiguous_format, copy=True)
 
 
 def _canonical_views(x_f_nw: Tensor, ranks: int, periodic: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_fanformer.configuration import by_dotted_names
+from megatron_fanformer.configuration import flatten
 from megatron_fanformer.model.config import FANformerConfig, nearest_p_ratio
 from megatron_fanformer.runtime.layout import ParallelConfig
 
@@ -62,7 +62,7 @@ def shrink(model: FANformerConfig, micro_batch_size: int, layouts: list[Parallel
     rounds = [layout.pipeline_model_parallel_size if layout.virtual_stages > 1 else 1 for layout in layouts]
     replicas = [layout.data_parallel_size or 1 for layout in layouts]
     batch = micro * math.lcm(*(2 * number * of_round for number, of_round in zip(replicas, rounds, strict=True)))
-    before, after = (by_dotted_names(dataclasses.asdict(config)) for config in (model, small))
+    before, after = (flatten(dataclasses.asdict(config)) for config in (model, small))
     changes = tuple(f"{name} {before[name]} -> {after[name]}" for name in before if before[name] != after[name])
     return SmallRun(model=small, global_batch_size=batch, micro_batch_size=micro, changes=changes)
 

@@ -16,11 +16,11 @@ from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.run_folder import CheckpointConfig
 from megatron_fanformer.configuration import (
     build,
-    described_fields,
-    moved_names,
+    describe_fields,
     overlay,
     read_overrides,
     read_values,
+    rename_moved_fields,
 )
 from megatron_fanformer.convert.megatron_names import COUNTERPARTS, plain
 from megatron_fanformer.convert.recognition import find_checkpoint
@@ -290,7 +290,7 @@ def load_config(
     Raises:
         InputError: the file cannot be read, a key is unknown, or a value has the wrong type.
     """
-    values, in_file = moved_names(read_values(file), MOVED_FIELDS)
+    values, in_file = rename_moved_fields(read_values(file), MOVED_FIELDS)
     given = read_overrides(overrides, advice=advice)
     _report_moved([*in_file, *(name for name in given if name in MOVED_FIELDS)], report)
     changes = {MOVED_FIELDS.get(name, name): value for name, value in given.items()}
@@ -303,7 +303,7 @@ def config_from_dict(values: dict[str, Any], *, report: Callable[[str], None] = 
     Raises:
         InputError: keys are unknown or missing, or values have a wrong type; one line each.
     """
-    values, moved = moved_names(values, MOVED_FIELDS)
+    values, moved = rename_moved_fields(values, MOVED_FIELDS)
     _report_moved(moved, report)
     return _built(values)
 
@@ -325,7 +325,7 @@ def _built(values: dict[str, Any]) -> RunConfig:
 
 def advice(name: str) -> str | None:
     """Return the advice for a name that is not a field of RunConfig: Megatron-LM's, or one of another section."""
-    same = [field.name for field in described_fields(RunConfig) if plain(field.name) == plain(name)]
+    same = [field.name for field in describe_fields(RunConfig) if plain(field.name) == plain(name)]
     if not same and (counterpart := COUNTERPARTS.get(plain(name))):
         same = [str(counterpart)]
     return f"did you mean {' or '.join(same)}?" if same else None

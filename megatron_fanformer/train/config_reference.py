@@ -7,7 +7,7 @@ from typing import get_type_hints
 
 import yaml
 
-from megatron_fanformer.configuration import FieldDescription, described_fields, field_texts
+from megatron_fanformer.configuration import FieldDescription, describe_fields, field_texts
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.train.config import PRESET_KEY, RunConfig, load_config
 
@@ -25,7 +25,7 @@ def run_sections() -> Iterator[tuple[str, str, list[FieldDescription]]]:
     """Yield name, docstring and fields of each section; `model.preset` comes first in its own."""
     texts = field_texts(RunConfig)
     for name, owner in get_type_hints(RunConfig).items():
-        fields = list(described_fields(owner, f"{name}."))
+        fields = list(describe_fields(owner, f"{name}."))
         yield name, texts[name], [PRESET, *fields] if PRESET_KEY.startswith(f"{name}.") else fields
 
 

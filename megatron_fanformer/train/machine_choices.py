@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from megatron_fanformer.configuration import by_dotted_names
+from megatron_fanformer.configuration import flatten
 from megatron_fanformer.model.layer_spec import (
     chosen_engine_attention,
     resolve_transformer_impl,
@@ -45,7 +45,7 @@ def choose_for_machine(config: RunConfig, grid: RankGrid) -> tuple[RunConfig, li
     if not on_gpu:
         values["runtime.threads_per_rank"] = torch.get_num_threads()
         values["runtime.cpu_kernels"] = "compiled" if grid.cpu_kernels_problem is None else "torch"
-    stated = by_dotted_names(config.as_dict())
+    stated = flatten(config.as_dict())
     chosen = {name: value for name, value in values.items() if stated[name] in (None, "auto")}
     for name, value in chosen.items():
         section, _, field = name.partition(".")

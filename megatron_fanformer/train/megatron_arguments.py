@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 import yaml
 
-from megatron_fanformer.configuration import described_fields, overlay, read_overrides, value_problems
+from megatron_fanformer.configuration import describe_fields, overlay, read_overrides, value_problems
 from megatron_fanformer.convert.megatron_names import (
     BY_HAND,
     CONVERTED,
@@ -83,7 +83,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 OF_MODEL = {"disable_bias_linear", "group_query_attention", "kv_channels", "max_position_embeddings"}
 OF_MODEL |= {"use_rotary_position_embeddings", *RULES, *DROPOUT}
 """Arguments without a field that `_model` reads."""
-SAME_NAMES = {plain(field.name): field.name for field in described_fields(RunConfig) if field.name.count(".") == 1}
+SAME_NAMES = {plain(field.name): field.name for field in describe_fields(RunConfig) if field.name.count(".") == 1}
 
 Given = dict[str, list[str]]
 PROGRAM = re.compile(r"(?:^|.*/)pretrain\w*\.py$")

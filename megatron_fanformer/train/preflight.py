@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.remote import fetch_checkpoint, fetch_newer
-from megatron_fanformer.configuration import by_dotted_names
+from megatron_fanformer.configuration import flatten
 from megatron_fanformer.convert.recognition import find_checkpoint
 from megatron_fanformer.data.chats import pack
 from megatron_fanformer.data.check import (
@@ -363,7 +363,7 @@ def _resume_problems(checkpoint: Path, config: RunConfig, length_field: str) -> 
             f"training.{length_field} {verb} {steps}, but the run in {config.training.run_dir} is at step {step}; "
             "raise it, or name another training.run_dir"
         )
-    present, before = by_dotted_names(config.as_dict()), by_dotted_names(saved)
+    present, before = flatten(config.as_dict()), flatten(saved)
     return problems + [
         f"{name} is {present[name]}, but the run in {config.training.run_dir} has {before.get(name)}; change it back, "
         "or name another training.run_dir, which checkpoint.load starts from this one's weights"

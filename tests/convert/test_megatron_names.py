@@ -7,7 +7,7 @@ import io
 
 import pytest
 
-from megatron_fanformer.configuration import described_fields
+from megatron_fanformer.configuration import describe_fields
 from megatron_fanformer.convert.megatron_names import COUNTERPARTS, plain
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.train.config import RunConfig, load_config
@@ -46,7 +46,7 @@ def test_all_flags_of_megatron_lm_are_answered_at_once() -> None:
 
 
 def test_every_counterpart_is_a_field_of_another_name() -> None:
-    fields = {field.name for field in described_fields(RunConfig)}
+    fields = {field.name for field in describe_fields(RunConfig)}
     assert {row.field for row in COUNTERPARTS.values()} <= fields
     assert {name for name, row in COUNTERPARTS.items() if plain(row.field) == name} <= {"load"}
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_fanformer.configuration import by_dotted_names
+from megatron_fanformer.configuration import flatten
 from megatron_fanformer.runtime import device
 from megatron_fanformer.train import machine_choices
 from megatron_fanformer.train.config import config_from_dict
@@ -51,9 +51,9 @@ def chosen(kind: str, replicas: int, **sections: dict[str, Any]) -> dict[str, An
     config = config_from_dict(
         values_of(**{**sections, "parallel": {"data_parallel_size": 1, **sections.get("parallel", {})}})
     )
-    before = by_dotted_names(config.as_dict())
+    before = flatten(config.as_dict())
     filled, _ = choose_for_machine(config, grid_of(kind, replicas))
-    after = by_dotted_names(filled.as_dict())
+    after = flatten(filled.as_dict())
     return {name.rpartition(".")[2]: value for name, value in after.items() if value != before[name]}
 
 
