@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequ
 from torch import Tensor
 
 from megatron_fanformer.model.local_layers import stand_in
-from megatron_fanformer.ops.cross_entropy import write_losses_and_gradient
+from megatron_fanformer.ops.cross_entropy import write_loss_gradient
 from megatron_fanformer.ops.matrices import add_product
 
 SAME_WEIGHTS = 1e-6
@@ -153,9 +153,7 @@ class _LossHeadFunction(torch.autograd.Function):
             logits_cv = torch.mm(x_ch, weight_vh.t(), out=buffer_cv[: len(x_ch)])
             rule_out_padding(logits_cv, columns)
             columns_c, z_loss = labels_c - first_row, head.z_loss_coefficient  # outside [0, v) on other ranks
-            factors = write_losses_and_gradient(
-                logits_cv, columns_c, losses_c, head.tp_group, is_differentiated, z_loss
-            )
+            factors = write_loss_gradient(logits_cv, columns_c, losses_c, head.tp_group, is_differentiated, z_loss)
             if gradients is not None:
                 gradients.add(logits_cv, x_ch, factors.gradient * mask_c)
                 head.note_z_losses(factors.log_sum, mask_c)

@@ -33,7 +33,7 @@ class ChunkFactors(NamedTuple):
     """log Z: the logarithm of the sum of the exponentials of the token's logits."""
 
 
-def write_losses_and_gradient(
+def write_loss_gradient(
     logits_cv: Tensor,
     local_labels_c: Tensor,
     losses_c: Tensor,
