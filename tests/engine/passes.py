@@ -9,7 +9,6 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
-from megatron_fanformer.checkpoint.training_state import model_state
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.config import FANConfig, FANformerConfig, KernelsConfig, PrecisionConfig
 from megatron_fanformer.parity.recording import TensorPart, gradient_parts
@@ -17,7 +16,7 @@ from megatron_fanformer.parity.reordering import Reordering
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.runtime.pipeline import packed_documents
-from megatron_fanformer.runtime.seeding import local_shards, seed_everything
+from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.train.step import wrap_stages
 from tests.engine_on_cpu import products
 
@@ -95,18 +94,11 @@ def one_pass(
     layout: str,
     precision: PrecisionConfig | None = None,
     dtype: torch.dtype = torch.bfloat16,
-    scaled_norms: tuple[str, ...] = (),
     passes: int = 1,
     within_documents: bool = False,
 ) -> Pass:
-    """The last of so many passes; `scaled_norms` names norms whose weights are taken times 1.5 before.
-
-    `within_documents`: attention stays within those of `DOCUMENTS`.
-    """
+    """The last of so many passes; if `within_documents`, attention stays within those of `DOCUMENTS`."""
     with model_on_rank(implementation, VARIANTS[variant], layout, precision, dtype) as (stage, grid):
-        for shard in local_shards(model_state([stage], grid)["model0"]):
-            if shard.key.endswith(scaled_norms):
-                shard.data.data.mul_(1.5)
         (wrapped,) = wrap_stages([stage], ParallelConfig(**FIELDS[layout], use_distributed_optimizer=False))
         tokens, positions = batch()
         packed = None

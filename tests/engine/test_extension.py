@@ -1,7 +1,5 @@
 """The stand-in's functions: the real extension's signatures, numbers against float64, FP8 against the Engine's own."""
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,12 +7,11 @@ import torch
 from torch import Tensor
 
 from tests.engine_on_cpu import attention, extension, norms, optimizer, products, rotary
+from tests.small_runs import RunOnRanks
 
 FLOAT32 = 1e-6  # relative to the norm: a few hundred roundings of float32
 BF16 = 2.0**-8  # relative to the norm: each number is rounded to eight bits once, or twice
 HALF_ULP = {"kFloat8E4M3": 2.0**-4, "kFloat8E5M2": 2.0**-3}  # relative to a number that is not subnormal
-
-RunOnRanks = Callable[..., list[Any]]
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -27,22 +24,6 @@ def assert_near(found: Tensor, exact: Tensor, bound: float) -> None:
 
 def test_signatures_are_the_real_extensions() -> None:
     assert extension.signature_differences() == []
-
-
-def test_what_is_not_there_raises_by_name() -> None:
-    with pytest.raises(NotImplementedError, match=r"transformer_engine_torch\.moe_permute_fwd is not in the stand-in"):
-        extension.build().moe_permute_fwd()
-
-
-def test_another_engine_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(extension, "ENGINE", tmp_path)
-    with pytest.raises(RuntimeError, match="`make install` puts it there"):
-        extension.real_extension()
-    about = tmp_path / "transformer_engine-2.21.0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Name: transformer-engine\nVersion: 2.21.0\n")
-    with pytest.raises(RuntimeError, match=r"2\.21\.0 is installed, but the stand-in is of 2\.20\.2"):
-        extension.real_extension()
 
 
 # -- products, norms, rotary embedding, attention, optimizer: against float64

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,8 +22,7 @@ from tests.engine.passes import (
     worst_gradient,
 )
 from tests.engine_on_cpu import installing
-
-RunOnRanks = Callable[..., list[Any]]
+from tests.small_runs import RunOnRanks
 
 # Against the same layout in bf16: nats, and norm of a gradient's difference over its norm. e4m3 keeps three bits and
 # e5m2, in which gradients are, two: seen were at most 0.010 and 0.21.
@@ -53,7 +52,7 @@ def check(run: RunOnRanks, recipe: str, layout: str, *, fp8_fan: bool) -> None:
     given = (ranks_of(layout), one_pass, "transformer_engine", "paper", layout)
     bf16: list[Pass] = run(*given)
     passes = PASSES_UNTIL_SCALED if recipe == "delayed" else 1
-    fp8: list[Pass] = run(*given, precision(recipe, fp8_fan=fp8_fan), torch.bfloat16, (), passes)
+    fp8: list[Pass] = run(*given, precision(recipe, fp8_fan=fp8_fan), torch.bfloat16, passes)
     for name, shape in maps(layout).items():
         is_fp8 = name != "FAN" or fp8_fan
         assert fp8[0].in_fp8[shape] == {(kind, is_fp8, is_fp8) for kind in PRODUCTS}, name

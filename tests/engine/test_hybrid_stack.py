@@ -1,4 +1,4 @@
-"""FAN attention in hybrid stacks: with a gated delta net between, which megatron-core has in PyTorch; Mamba refuses.
+"""FAN attention in hybrid stacks: with a gated delta net between, which megatron-core has in PyTorch.
 
 HybridModel comes with megatron-core 0.19.
 """
@@ -16,7 +16,6 @@ import torch
 from megatron_fanformer.model.build import transformer_config
 from megatron_fanformer.model.stages import HAS_HYBRID_MODEL
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
-from megatron_fanformer.runtime.rank_pool import JobFailed
 from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.train.optimizer import build_optimizer
 from megatron_fanformer.train.schedule import build_scheduler
@@ -99,9 +98,3 @@ def test_a_gated_delta_net_between(run_on_engine_ranks: Callable[..., list[Any]]
     for losses, _ in run_on_engine_ranks(2, trained, "G*-", layout("tp=2,sp=true"), whole):
         assert losses == pytest.approx(one, rel=SAME)
     assert one[-1] < one[0] - 100 * SAME * one[0]
-
-
-def test_mamba_needs_its_own_library(run_on_engine_ranks: Callable[..., list[Any]]) -> None:
-    """A GPU's, so that no test here trains it: if this fails, one can."""
-    with pytest.raises(JobFailed, match="MambaSSM is not installed"):
-        run_on_engine_ranks(1, trained, "M*-", layout())

@@ -1,7 +1,6 @@
 """What a layer of the Engine keeps from forward to backward, counted by storage, against the memory formula."""
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,8 +12,7 @@ from megatron_fanformer.plan.layer_memory import layer_memory
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.train.optimizers import OPTIMIZERS
 from tests.engine.passes import FIELDS, LAYOUTS, MODEL, VARIANTS, batch, model_on_rank, ranks_of
-
-RunOnRanks = Callable[..., list[Any]]
+from tests.small_runs import RunOnRanks
 
 RECIPES = (None, "tensorwise", "delayed", "blockwise")
 

@@ -1,7 +1,6 @@
 """Whole runs on Transformer Engine's layers: resumed bit for bit, checkpoints of either layers, generation."""
 
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,9 @@ from megatron_fanformer.train.optimizer import single_optimizers
 from megatron_fanformer.train.optimizers import OptimizerConfig
 from tests.checkpoint.states import Pieces, layers_for, load_and_train, small_model, training
 from tests.generate.making import all_logits, cached_logits, with_model, write_checkpoint, write_tokenizer
-from tests.small_runs import small_run, write_tokens
+from tests.small_runs import RunOnRanks, small_run, write_tokens
 from tests.train.layouts import gather
 from tests.train.test_trainer import make_runs, numbers, stored_tensors, train
-
-RunOnRanks = Callable[..., list[Any]]
 
 SAME_LOGITS = 2e-5  # absolute, of logits of about 4, in float32
 

@@ -1,7 +1,7 @@
 """Attention within documents: the model computes of packed documents what it computes of each alone."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -20,6 +20,7 @@ from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.pipeline import packed_documents
 from megatron_fanformer.train.optimizer import OptimizerConfig
 from megatron_fanformer.train.step import attempt_step
+from tests.small_runs import RunOnRanks
 from tests.tiny import tiny_model
 from tests.train.layouts import layout, ranks_of
 
@@ -38,8 +39,6 @@ TRIAL = TrialConfig(
     device="cpu",
     kernels=KernelsConfig(transformer_impl="local"),
 )
-
-RunOnRanks = Callable[..., list[Any]]
 
 
 def samples() -> dict[str, Tensor]:

@@ -11,7 +11,6 @@ from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from megatron_fanformer.model.fan_functions import Activation, FANActivation, FANOutput, FANShard
 from megatron_fanformer.model.local_layers import TorchCoreAttention
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
-from megatron_fanformer.runtime.pipeline import own_positions
 from megatron_fanformer.runtime.seeding import local_shards, seed_everything
 from tests.tiny import tiny_model
 from tests.train.layouts import gather, layout, shards_of
@@ -38,13 +37,6 @@ def test_activation_is_cos_sin_and_linear_in_that_order(periodic: int, gelu: boo
     (gradient,) = torch.autograd.grad(x_f, pre, cotangent)
     (expected_gradient,) = torch.autograd.grad(expected, pre, cotangent)
     torch.testing.assert_close(gradient, expected_gradient, atol=1e-6, rtol=1e-6)
-
-
-def test_activation_keeps_its_output_alone() -> None:
-    kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        x_f = activation(torch.randn(7, 2, 10, requires_grad=True), 3)
-    assert [tensor.data_ptr() for tensor in kept] == [x_f.data_ptr()]
 
 
 def test_a_large_bf16_phase_is_taken_in_float32() -> None:
@@ -170,38 +162,3 @@ def test_both_forms_equal_the_single_rank(run_on_ranks: Any, name: str, form: An
         assert (gradient - expected[key]).norm() <= 1e-5 * expected[key].norm(), key
     same_weights = gather([pieces for _, _, pieces in ranks])
     assert all(torch.equal(same_weights[key], weight) for key, weight in gather([weights]).items())
-
-
-# -- context parallelism
-
-
-def attention_of_a_part(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cotangent: torch.Tensor) -> Any:
-    """This context parallel rank's part of the core attention's output and of its inputs' gradients."""
-    from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    world = torch.distributed.get_world_size()
-    parallel = ParallelConfig(context_parallel_size=world)
-    with rank_grid(parallel, "cpu") as grid:
-        config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=4, attention_dropout=0.0)
-        core = TorchCoreAttention(config, 1, AttnMaskType.causal, "self", pg_collection=grid.groups)
-        positions = own_positions(torch.arange(len(query)).unsqueeze(0), grid).squeeze(0)
-        parts = [x[positions].requires_grad_() for x in (query, key, value)]
-        output = core(*parts)
-        gradients = torch.autograd.grad(output, parts, cotangent[positions])
-        return positions, output.detach(), gradients
-
-
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
-def test_context_parallel_attention_equals_the_single_ranks(run_on_ranks: Any, ranks: int) -> None:
-    generator = torch.Generator().manual_seed(4)
-    query, key, value = (torch.randn(32, 2, heads, 16, generator=generator) for heads in (4, 2, 2))
-    cotangent = torch.randn(32, 2, 64, generator=generator)
-    [(_, output, gradients)] = run_on_ranks(1, attention_of_a_part, query, key, value, cotangent)
-    seen = []
-    for positions, part, part_gradients in run_on_ranks(ranks, attention_of_a_part, query, key, value, cotangent):
-        seen += positions.tolist()
-        torch.testing.assert_close(part, output[positions], atol=1e-6, rtol=0)
-        for whole, of_part in zip(gradients, part_gradients, strict=True):
-            torch.testing.assert_close(of_part, whole[positions], atol=1e-5, rtol=0)
-    assert sorted(seen) == list(range(32))

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.config import KernelsConfig
-from megatron_fanformer.model.layouts import own_layout, parse_layout
+from megatron_fanformer.model.layouts import configured_layout, parse_layout
 from megatron_fanformer.runtime.layout import ParallelConfig, layout_chunks
 
 
@@ -16,13 +16,13 @@ from megatron_fanformer.runtime.layout import ParallelConfig, layout_chunks
 def test_a_list_is_read_and_written(text: str) -> None:
     layout = parse_layout(text, "local")
     assert layout.parallel.recompute_modules[-1] == "fan"
-    written, _ = own_layout(layout.parallel, layout.kernels)
+    written, _ = configured_layout(layout.parallel, layout.kernels)
     assert parse_layout(written, "local") == layout
 
 
 def test_stages_with_commas_and_blanks_are_written_without_them() -> None:
     parallel = ParallelConfig(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="E, t |\tt*2, L")
-    written, layout = own_layout(parallel, KernelsConfig(transformer_impl="local"))
+    written, layout = configured_layout(parallel, KernelsConfig(transformer_impl="local"))
     stages = "Et|t*2L"
     assert written == f"pp=2,pipeline_model_parallel_layout={stages},distributed_optimizer=true"
     read = parse_layout(written, "local")
