@@ -19,9 +19,8 @@ Shapes: s sequence, b micro batch, T tensor parallel ranks, h hidden size, f wid
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-import torch.distributed as dist
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -57,8 +56,8 @@ def already_activated(x: Tensor) -> Tensor:
 class _FANLayer:
     """A mix-in before one of megatron-core's linear maps among a class's bases: makes a FAN layer of it."""
 
-    activation: Activation
-    """Computes the features from this rank's p | g."""
+    divides_rows: ClassVar[bool]
+    """Whether tensor parallel ranks divide the rows of the map; otherwise they divide the columns."""
 
     def __init__(
         self, input_size: int, output_size: int, *, fan: FANConfig, bias: bool, skip_bias_add: bool, **kwargs: Any
@@ -68,8 +67,14 @@ class _FANLayer:
                 "the configuration has an activation between the MLP's maps, but placement ffn has none there; build "
                 "the model by megatron_fanformer.model.build (stock Megatron-LM cannot build this placement)"
             )
-        rows = FANOutput.of_width(output_size, fan.p_ratio).rows
-        super().__init__(input_size, rows, bias=fan.bias, skip_bias_add=False, **kwargs)  # type: ignore[call-arg]
+        output = FANOutput.of_width(output_size, fan.p_ratio)
+        super().__init__(input_size, output.rows, bias=fan.bias, skip_bias_add=False, **kwargs)  # type: ignore[call-arg]
+        tp_group: Any = self.tp_group  # type: ignore[attr-defined]
+        x1 = FANOutput.of_width(output_size if self.divides_rows else input_size, fan.p_ratio)
+        self.shard = FANShard.of_rank(tp_group.rank(), tp_group.size(), [x1])
+        # A rank activates its own part of x1, or the summed p2 | g2: either way nothing is gathered.
+        local_output = self.shard.outputs[0] if self.divides_rows else output
+        self.activation = Activation(FANShard(1, 0, (local_output,)), None, fan.activation == "gelu")
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """Return the features [cos p, sin p, g]; the None says that no bias is left to add."""
@@ -81,10 +86,7 @@ class _FANLayer:
 class FANColumnParallelLinear(_FANLayer, ColumnParallelLinear):
     """x [s, b, h] (of all ranks, if the sequence is sharded) -> this rank's features of x1 [s, b, f / T]."""
 
-    def __init__(self, input_size: int, output_size: int, *, fan: FANConfig, **kwargs: Any) -> None:
-        super().__init__(input_size, output_size, fan=fan, **kwargs)
-        self.shard = _shard(output_size, fan, self.tp_group)
-        self.activation = _activation(self.shard.outputs[0], fan)
+    divides_rows = True
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: ShardedOffsets = (), metadata: dict | None = None
@@ -101,29 +103,14 @@ class FANColumnParallelLinear(_FANLayer, ColumnParallelLinear):
 class FANRowParallelLinear(_FANLayer, RowParallelLinear):
     """This rank's features of x1 [s, b, f / T] -> y [s, b, h], or under sequence parallelism its part [s / T, b, h]."""
 
-    def __init__(self, input_size: int, output_size: int, *, fan: FANConfig, **kwargs: Any) -> None:
-        super().__init__(input_size, output_size, fan=fan, **kwargs)
-        self.shard = _shard(input_size, fan, self.tp_group)  # of the first layer, which makes the input
-        self.activation = _activation(FANOutput.of_width(output_size, fan.p_ratio), fan)
+    divides_rows = False
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: ShardedOffsets = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """Return the rank's columns as parts of the whole matrix, in the order [cos p1, sin p1, g1]; the bias is whole.
-
-        This order is the same in every layout.
-        """
+        """Return the rank's columns as parts of the whole matrix, for [cos p1, sin p1, g1] in every layout."""
         state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         if self.shard.ranks > 1:
             key = f"{prefix}weight"
             state[key] = whole_tensor_factory(state[key], ["weight"], self.shard.feature_ranges(), dim=1)
         return state
-
-
-def _shard(width: int, fan: FANConfig, tp_group: dist.ProcessGroup) -> FANShard:
-    return FANShard.of_rank(tp_group.rank(), tp_group.size(), [FANOutput.of_width(width, fan.p_ratio)])
-
-
-def _activation(output: FANOutput, fan: FANConfig) -> Activation:
-    """Return the activation of rows that stay on one rank: nothing is gathered."""
-    return Activation(FANShard(1, 0, (output,)), None, fan.activation == "gelu")

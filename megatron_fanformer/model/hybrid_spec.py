@@ -2,12 +2,12 @@
 
     --spec megatron_fanformer.model.hybrid_spec fanformer_stack_spec --hybrid-layer-pattern '*-*-|*-*-'
 
-A `*` of the pattern is attention behind FAN, a `-` the MLP; `*-` repeated is a FANformer. The other symbols are
-Megatron's own layers (`M` Mamba, `G` gated delta net, `E` experts), so that FAN attention also serves hybrid stacks.
-(p_ratio 0.25; for another, a module of your own that calls `stack_spec(FANConfig(...))`.)
+In this pattern `*` is attention behind FAN, and `-` the MLP; `*-` repeated is a FANformer. The other symbols are
+Megatron's own layers (`M` Mamba, `G` gated delta net, `E` experts), so FAN attention also serves in hybrid stacks.
+(p_ratio is 0.25; for another, write a module that calls `stack_spec(FANConfig(...))`.)
 
-The pattern of `HybridStage` has a symbol a layer and a `|` between stages. `*`, an attention layer, is there a whole
-TransformerLayer with its MLP, as GPTModel's are: so weights keep their names and numbers, and recomputation its units.
+In the pattern of `HybridStage`, `*` is a whole TransformerLayer with its MLP, as in GPTModel, and `|` separates stages:
+weights keep GPTModel's names and layer numbers, and recomputation its units.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from megatron_fanformer.model.stages import Layers, Stage
 
 
 def stack_spec(fan: FANConfig | None = None, transformer_impl: TransformerImpl = "auto", **options: Any) -> ModuleSpec:
-    """Return a stack whose `*` and `-` are the two halves of `layer_spec`'s layer, with the same arguments."""
+    """Return a stack whose `*` and `-` are the two halves of the layer that `layer_spec` makes of the same arguments."""
     layer = layer_spec(fan, transformer_impl, **options).submodules
     renamed = layer.sharded_state_dict_keys_map
     attention = TransformerLayerSubmodules(
@@ -56,7 +56,7 @@ def stack_spec(fan: FANConfig | None = None, transformer_impl: TransformerImpl =
 
 
 class _LocalStack(HybridStack):
-    """A HybridStack whose final norm is not the Engine's."""
+    """A HybridStack with the local layers' final norm, for stock Megatron-LM without the Engine."""
 
     def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any) -> None:
         super().__init__(config, *arguments, post_layer_norm=False, **options)
@@ -79,7 +79,7 @@ class HybridStage(Stage, HybridModel):
 
     @staticmethod
     def arguments(layers: Layers) -> dict[str, Any]:
-        """Return the whole pattern, in which megatron-core finds the segment of this chunk by itself."""
+        """Return the pattern of the whole model, in which megatron-core finds this chunk's segment, and the stack."""
         pattern = Symbols.PIPE.join(Symbols.ATTENTION * number for chunk in layers.segments for number in chunk)
         submodules = HybridStackSubmodules(attention_layer=layers.spec)
         stack = ModuleSpec(module=Stack, submodules=submodules, params={"final_norm": layers.final_norm})
@@ -87,7 +87,7 @@ class HybridStage(Stage, HybridModel):
 
 
 class Stack(HybridStack):
-    """A HybridStack with any final norm, under the name that checkpoints have for it; its own is the Engine's."""
+    """A HybridStack with any final norm (megatron-core's is the Engine's), under GPTModel's name for it."""
 
     def __init__(
         self, config: TransformerConfig, submodules: Any, *, final_norm: Any, post_process: bool = True, **options: Any
@@ -100,6 +100,6 @@ class Stack(HybridStack):
             )
 
     def forward(self, *inputs: Any, **options: Any) -> Tensor:
-        """Return hidden states [s, b, h], normed on the last stage."""
+        """Return hidden states [s, b, h]; on the last stage they have passed through the final norm."""
         hidden_sbh: Tensor = super().forward(*inputs, **options)
         return hidden_sbh if self.final_layernorm is None else self.final_layernorm(hidden_sbh)

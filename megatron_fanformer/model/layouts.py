@@ -25,50 +25,50 @@ SHORT_NAMES = {
     "distributed_optimizer": "use_distributed_optimizer",
     "recompute": "recompute_granularity",
 }
-COMMA_BETWEEN_ITEMS = re.compile(r",(?![^\[]*\])")  # not one inside a list
-OVERLAP = "overlap"  # short for both kinds
-OVERLAPPED = ("overlap_grad_reduce", "overlap_param_gather")
+COMMA_BETWEEN_ITEMS = re.compile(r",(?![^\[]*\])")  # no comma inside a list
+OVERLAP = "overlap"  # short for both of:
+OVERLAP_FIELDS = ("overlap_grad_reduce", "overlap_param_gather")
 
 KERNEL_FIELDS = tuple(field.name for field in dataclasses.fields(KernelsConfig))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A model's spread over ranks, and the implementation of its layers there."""
+    """How a model is spread over ranks, and what computes its layers."""
 
     parallel: ParallelConfig
     kernels: KernelsConfig
 
     @property
     def world_size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return self.parallel.model_parallel_size * (self.parallel.data_parallel_size or 1)
 
     def problems(self) -> list[str]:
-        """Return the rules that it breaks for any model, one line each."""
+        """Return the rules that the layout breaks for any model, one line each."""
         return [*self.parallel.problems(), *self.kernels.problems(), *graph_problems(self.parallel, self.kernels)]
 
 
 def single_process(transformer_impl: TransformerImpl = "auto") -> Layout:
-    """Return one rank, with nothing spread, overlapped or recomputed."""
+    """Return the layout on one rank, without overlap or recomputation."""
     parallel = ParallelConfig(use_distributed_optimizer=False, data_parallel_size=1)
     return Layout(parallel, KernelsConfig(transformer_impl=transformer_impl))
 
 
 def parse_layout(text: str, transformer_impl: TransformerImpl = "auto") -> Layout:
-    """Return the layout that `text` describes; the other fields are as in one process.
+    """Return the layout that `text` describes; fields that it does not name are as in `single_process`.
 
-    Names are those of `parallel` and `kernels` in a configuration, and short ones (`SHORT_NAMES`, and `overlap` for
-    both kinds).
+    Names are those of `parallel` and `kernels` in a configuration, or `SHORT_NAMES`, or `overlap` for both kinds.
+    Raises InputError, naming the text, if it cannot be read or breaks a rule.
     """
-    layout = laid_over(single_process(transformer_impl), layout_fields(text), text)
+    layout = replace_fields(single_process(transformer_impl), layout_fields(text), text)
     if problems := layout.problems():
         raise InputError("\n".join(f"layout {text!r}: {problem}" for problem in problems))
     return layout
 
 
-def laid_over(base: Layout, fields: Mapping[str, Any], text: str) -> Layout:
-    """Return a layout with other values of those fields, which were read in `text`."""
+def replace_fields(base: Layout, fields: Mapping[str, Any], text: str) -> Layout:
+    """Return `base` with these values, which were read in `text`; raises InputError if one has a wrong type."""
     kernels = {name: value for name, value in fields.items() if name in KERNEL_FIELDS}
     parallel = {name: value for name, value in fields.items() if name not in kernels}
     if problems := [*value_problems(parallel, ParallelConfig), *value_problems(kernels, KernelsConfig)]:
@@ -77,25 +77,26 @@ def laid_over(base: Layout, fields: Mapping[str, Any], text: str) -> Layout:
 
 
 def layout_fields(text: str) -> dict[str, Any]:
-    """Return the fields of a layout's text, by their long names."""
+    """Return the values that a layout's text states or implies, by the long names of their fields."""
     fields: dict[str, Any] = {}
     for item in filter(None, COMMA_BETWEEN_ITEMS.split(text.replace(" ", ""))):
         name, has_value, value = item.partition("=")
         if not has_value:
             raise InputError(f"layout {text!r}: {item!r} has no value; write it as in tp=2,sp=true")
-        names = OVERLAPPED if name == OVERLAP else (SHORT_NAMES.get(name, name),)
+        names = OVERLAP_FIELDS if name == OVERLAP else (SHORT_NAMES.get(name, name),)
         try:
             fields.update(dict.fromkeys(names, yaml_value(value)))
         except ValueError:
             raise InputError(f"layout {text!r}: {value!r} is not a value; write it as in tp=2,sp=true") from None
     if "recompute_granularity" in fields:
-        layers = ("uniform", 1) if fields["recompute_granularity"] == "full" else (None, None)
-        fields = {**dict(zip(("recompute_method", "recompute_num_layers"), layers, strict=True)), **fields}
+        is_full = fields["recompute_granularity"] == "full"
+        implied = {"recompute_method": "uniform" if is_full else None, "recompute_num_layers": 1 if is_full else None}
+        fields = implied | fields
     return fields
 
 
-def own_layout(parallel: ParallelConfig, kernels: KernelsConfig) -> tuple[str, Layout]:
-    """Return a configuration's own layout, and how it would be written."""
+def configured_layout(parallel: ParallelConfig, kernels: KernelsConfig) -> tuple[str, Layout]:
+    """Return the text and the layout of a configuration."""
     single = single_process(kernels.transformer_impl)
     sections: tuple[tuple[Any, Any], ...] = ((parallel, single.parallel), (kernels, single.kernels))
     stated = {
@@ -109,15 +110,17 @@ def own_layout(parallel: ParallelConfig, kernels: KernelsConfig) -> tuple[str, L
 
 
 def layout_text(fields: Mapping[str, Any]) -> str:
-    """Return how those values of fields are written, by their short names."""
+    """Return the text of a layout with these values, under short names."""
     short_names = {long: short for short, long in SHORT_NAMES.items()}
-    return ",".join(f"{short_names.get(name, name)}={_written(value)}" for name, value in fields.items())
+    return ",".join(f"{short_names.get(name, name)}={_value_text(value)}" for name, value in fields.items())
 
 
-def _written(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if value is None:
         return "null"
     if isinstance(value, list):
         return f"[{','.join(map(str, value))}]"
-    # Commas and blanks are in a pipeline_model_parallel_layout alone, mean nothing there, and would part items here.
-    return str(value).lower() if isinstance(value, bool) else re.sub(r"[,\s]", "", str(value))
+    if isinstance(value, bool):
+        return str(value).lower()
+    # A pipeline_model_parallel_layout may have commas and blanks. They mean nothing there, and would separate items here.
+    return re.sub(r"[,\s]", "", str(value))

@@ -19,11 +19,10 @@ from megatron_fanformer.model.fan_layer import without_sequence_parallel
 
 
 class WholeInputTEColumnParallelLinear(TELinear):
-    """A column parallel linear whose input is whole on every rank and whose input gradient is summed by its maker.
+    """A column parallel linear that every rank gives its whole input, and that does not sum its input gradient.
 
-    The Engine's own column parallel layer sums its input gradient inside. So each rank's shard is built as a plain
-    layer of that size (megatron-core's `duplicated` mode: no communication at all), and marked as a shard, for the
-    gradient norm and for checkpoints.
+    The Engine's column parallel layer sums its input gradient inside. So the rank's shard is built as a plain layer of
+    that size (megatron-core's mode `duplicated`, without communication), and marked as a shard for the gradient norm.
     """
 
     def __init__(
@@ -37,7 +36,7 @@ class WholeInputTEColumnParallelLinear(TELinear):
         **kwargs: Any,
     ) -> None:
         if gather_output:
-            raise ValueError("gather_output is true; Transformer Engine layers keep their output sharded")
+            raise ValueError("gather_output is true, but Transformer Engine's layers keep their output sharded")
         kwargs.setdefault("skip_weight_param_allocation", False)
         super().__init__(
             input_size,
@@ -48,14 +47,13 @@ class WholeInputTEColumnParallelLinear(TELinear):
         )
         self.shard_group = tp_group
         for parameter in self.parameters():
-            # the Engine has set it already, as for a plain layer
-            parameter.tensor_model_parallel = True
+            parameter.tensor_model_parallel = True  # the Engine has marked it as whole
             parameter.partition_dim, parameter.partition_stride = 0, 1
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """Return shards along the output rows."""
+        """Return the rank's rows as shards of the whole matrix."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
@@ -69,8 +67,8 @@ class WholeInputTEColumnParallelLinear(TELinear):
 class FANTELayerNormColumnParallelLinear(TELayerNormColumnParallelLinear):
     """The input norm and the FAN map of the `column` form.
 
-    It takes QKV's place in front of the sequence's gather, and so QKV's name in megatron-core's overlap of tensor
-    parallel communication, which knows four names and none of FAN's.
+    In megatron-core's overlap of tensor parallel communication, which knows four names of maps, it has the name of QKV:
+    it gathers the sequence in QKV's place.
     """
 
     def __init__(self, *args: Any, tp_comm_buffer_name: str | None = None, **kwargs: Any) -> None:
@@ -78,7 +76,7 @@ class FANTELayerNormColumnParallelLinear(TELayerNormColumnParallelLinear):
 
 
 class ReplicatedTELinear(TELinear):
-    """Transformer Engine's form of `ReplicatedLinear`: megatron-core's `duplicated` mode is exactly that."""
+    """`ReplicatedLinear` by Transformer Engine, in megatron-core's mode `duplicated`."""
 
     def __init__(
         self,
@@ -95,39 +93,38 @@ class ReplicatedTELinear(TELinear):
             input_size,
             output_size,
             parallel_mode="duplicated",
-            tp_comm_buffer_name=None,  # a name that it does not know turns the overlap of every later layer off
+            tp_comm_buffer_name=None,  # an unknown name turns off the overlap of all later layers
             skip_weight_param_allocation=skip_weight_param_allocation,
             **kwargs,
         )
         for parameter in self.parameters():
-            # The Engine marks every weight as a shard: the gradient norm would count this one on each rank.
-            parameter.tensor_model_parallel = False
+            parameter.tensor_model_parallel = False  # else the gradient norm counts the weight on every rank
 
 
 class PartOfHeadsTEDotProductAttention(TEDotProductAttention):
-    """Core attention of whole sequences, with a context parallel rank's part of the heads (`attention.HeadExchange`).
+    """Core attention over whole sequences for a context parallel rank's part of the heads (`attention.HeadExchange`).
 
-    The Engine's own exchange of heads (`cp_comm_type` a2a) takes documents whose lengths are multiples of twice the
-    ranks, and no float32.
+    The Engine's own exchange of heads (`cp_comm_type` a2a) does not take float32, and takes only documents whose lengths
+    are multiples of twice the ranks.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
-        part, ranks = copy.copy(config), config.context_parallel_size
-        part.num_attention_heads = divide(config.num_attention_heads, ranks)
-        part.num_query_groups = divide(config.num_query_groups, ranks)
-        part.context_parallel_size = 1
-        super().__init__(part, *args, **kwargs)
+        local_config, ranks = copy.copy(config), config.context_parallel_size
+        local_config.num_attention_heads = divide(config.num_attention_heads, ranks)
+        local_config.num_query_groups = divide(config.num_query_groups, ranks)
+        local_config.context_parallel_size = 1
+        super().__init__(local_config, *args, **kwargs)
 
 
-# Enabled or not, calibrating or not, recipe: the same positions under the Engine's older name for it.
+# Positional arguments (enabled, calibrating, recipe) are alike under the Engine's older name.
 _autocast = getattr(engine, "autocast", None) or engine.fp8_autocast
 
 
 class _OutsideFP8:
-    """Runs a Transformer Engine layer in the weights' own type while the layers around it are in FP8."""
+    """A mix-in before a Transformer Engine layer: computes in the weights' type while other layers compute in FP8."""
 
     def forward(self, x_sbh: torch.Tensor) -> Any:
-        """As the layer's own."""
+        """Return the output of the layer after this class, computed outside FP8."""
         forward = super().forward  # type: ignore[misc]  # the layer comes after this class
         if not FP8GlobalStateManager.is_fp8_enabled():
             return forward(x_sbh)
@@ -144,10 +141,10 @@ class BF16ReplicatedTELinear(_OutsideFP8, ReplicatedTELinear):
 
 
 def fuse_gradient_accumulation(chunk: torch.nn.Module) -> None:
-    """Let the Engine's layers add their weight gradients to the main gradients inside the product, by cuBLAS.
+    """Make the Engine's layers add weight gradients to the main gradients inside the product, by cuBLAS.
 
-    megatron-core's flag for the same would ask its own output layer for apex's kernel, and fail where that is missing.
-    The weights must be in megatron-core's data parallel wrapper when backward runs: it makes the main gradients.
+    (megatron-core's flag for this would make its output layer, too, which fails without apex's kernel.) By the first
+    backward, megatron-core's data parallel wrapper must have made the main gradients.
     """
     for module in chunk.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):

@@ -57,7 +57,7 @@ def read_layouts(config: ParityConfig) -> "tuple[RunConfig, dict[str, Layout]]":
     Raises:
         InputError: the configuration or a layout is wrong; every problem, one line each.
     """
-    from megatron_fanformer.model.layouts import own_layout, parse_layout
+    from megatron_fanformer.model.layouts import configured_layout, parse_layout
     from megatron_fanformer.train.config import load_config
 
     run = load_config(config.file, config.overrides)
@@ -68,7 +68,7 @@ def read_layouts(config: ParityConfig) -> "tuple[RunConfig, dict[str, Layout]]":
         runtime=dataclasses.replace(run.runtime, device=config.device, deterministic_mode=False),
     )
     problems = [] if config.steps >= 1 else [f"--steps is {config.steps}; it must be at least 1"]
-    named = {} if config.layouts else dict([own_layout(run.parallel, run.kernels)])
+    named = {} if config.layouts else dict([configured_layout(run.parallel, run.kernels)])
     for text in config.layouts:
         layout = collect_problems(problems, partial(parse_layout, text, config.transformer_impl))
         named |= {} if layout is None else {text: layout}

@@ -20,7 +20,7 @@ from megatron_fanformer.configuration import build
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.model.layout_rules import divisors, fan_recompute_problems
-from megatron_fanformer.model.layouts import Layout, laid_over, layout_fields, layout_text
+from megatron_fanformer.model.layouts import Layout, layout_fields, layout_text, replace_fields
 from megatron_fanformer.plan.estimate import Estimate, estimate, job_of, problems, problems_of_layout
 from megatron_fanformer.plan.gradient_buffers import BUCKET_PER_REPLICA, LEAST_BUCKET, first_stage_weights
 from megatron_fanformer.plan.machines import Machine
@@ -58,7 +58,7 @@ def laid_out(config: RunConfig, text: str) -> RunConfig:
             training = build(values, TrainingConfig, "training.")
         except InputError as error:
             raise InputError(f"layout {text!r}: {error}") from None
-    layout = laid_over(Layout(config.parallel, config.kernels), fields, text)
+    layout = replace_fields(Layout(config.parallel, config.kernels), fields, text)
     return dataclasses.replace(config, parallel=layout.parallel, kernels=layout.kernels, training=training)
 
 
