@@ -12,13 +12,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import all_to_all_hp2sp, all_to_all_sp2hp
 from megatron.core.transformer.attention import Attention, SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_fanformer.model.config import FANConfig
-from megatron_fanformer.model.fan_layer import ActivatedColumnParallelLinear, FANProjection
-from megatron_fanformer.runtime.layout import FANForm
+from megatron_fanformer.model.fan_layer import ActivatedColumnParallelLinear, FANOptions, FANProjection
 
 
 @dataclass
@@ -39,16 +36,13 @@ class FANSelfAttention(SelfAttention):
         self,
         config: TransformerConfig,
         submodules: FANSelfAttentionSubmodules,
-        layer_number: int,
         *args: Any,
-        fan: FANConfig,
-        fan_form: FANForm = "column",
-        recompute_fan: bool = False,
+        fan: FANOptions,
         **kwargs: Any,
     ) -> None:
-        super().__init__(config, submodules, layer_number, *args, **kwargs)
+        super().__init__(config, submodules, *args, **kwargs)
         _check_head_norms(config, self.q_layernorm)
-        self.fan = _fan_map(self, submodules, fan, fan_form, recompute_fan)
+        self.fan = FANProjection(config, fan, linear=submodules.fan_linear, tp_group=self.pg_collection.tp)
         _connect(config, self.fan, self.linear_qkv)
 
     def set_for_recompute_input_layernorm(self) -> None:
@@ -56,10 +50,7 @@ class FANSelfAttention(SelfAttention):
         _save_original_input(self.fan.linear)
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return queries, keys and values [s, b, n, d] of hidden states [s, b, h].
-
-        Under sequence parallelism the hidden states are this rank's part of the sequence.
-        """
+        """Return queries, keys and values [s, b, n, d] of hidden states [s, b, h] (a rank's part of s, if sharded)."""
         if isinstance(self.linear_qkv, ActivatedColumnParallelLinear):
             return super().get_query_key_value_tensors(self.fan.pre_activation(hidden_states), *args, **kwargs)
         (x_f_sbh,) = self.fan(hidden_states)
@@ -78,17 +69,13 @@ class FANValueAttention(Attention):
         self,
         config: TransformerConfig,
         submodules: FANSelfAttentionSubmodules,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        *,
-        fan: FANConfig,
-        fan_form: FANForm = "column",
-        recompute_fan: bool = False,
+        *args: Any,
+        fan: FANOptions,
         **kwargs: Any,
     ) -> None:
-        super().__init__(config, submodules, layer_number, attn_mask_type, attention_type="self", **kwargs)
-        self.fan_form = fan_form
-        self.fan = _fan_map(self, submodules, fan, fan_form, recompute_fan)
+        super().__init__(config, submodules, *args, attention_type="self", **kwargs)
+        self.fan_form = fan.form
+        self.fan = FANProjection(config, fan, linear=submodules.fan_linear, tp_group=self.pg_collection.tp)
         self.linear_qk = submodules.linear_qkv(
             config.hidden_size,
             self.query_projection_size + self.kv_projection_size,
@@ -110,10 +97,8 @@ class FANValueAttention(Attention):
 
     set_for_recompute_input_layernorm = FANSelfAttention.set_for_recompute_input_layernorm
 
-    def get_query_key_value_tensors(
-        self, hidden_states: Tensor, key_value_states: Tensor | None = None, *_args: Any, **_kwargs: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values [s, b, n, d] of hidden states [s, b, h], as `FANSelfAttention` does."""
+    def get_query_key_value_tensors(self, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Any:
+        """Return queries, keys and values [s, b, n, d] of hidden states [s, b, h] (a rank's part of s, if sharded)."""
         if isinstance(self.linear_qk, ActivatedColumnParallelLinear):
             qk, (_, values) = self.linear_qk(self.fan.pre_activation(hidden_states))
         else:
@@ -139,19 +124,6 @@ class FANValueAttention(Attention):
         return heads.clone() if self.fan.activation.recompute else heads  # a view would keep the whole for backward
 
 
-def _fan_map(
-    attention: Attention, submodules: FANSelfAttentionSubmodules, fan: FANConfig, form: FANForm, recompute: bool
-) -> FANProjection:
-    return FANProjection(
-        attention.config,
-        fan=fan,
-        form=form,
-        linear=submodules.fan_linear,
-        tp_group=attention.pg_collection.tp,
-        recompute=recompute,
-    )
-
-
 class HeadExchange:
     """A mix-in before a class of attention: context parallel ranks exchange parts of the sequence for parts of heads.
 
@@ -166,9 +138,9 @@ class HeadExchange:
         self.core_attention.register_forward_hook(self._exchange_back)  # type: ignore[attr-defined]
 
     def get_query_key_value_tensors(self, *args: Any, split_qkv: bool = True, **kwargs: Any) -> Any:
-        """Exchange what the class after this one returns, [s / C, b, n, d] each, for [s, b, n / C, d].
+        """Return queries, keys and values [s, b, n / C, d], from those of the class after this one, [s / C, b, n, d].
 
-        With `split_qkv` false, all three are one tensor by query group, which is returned with the three widths.
+        With `split_qkv` false: one tensor [s, b, g / C, w] of all three, and the width of each one in w.
         """
         qkv = super().get_query_key_value_tensors(*args, split_qkv=split_qkv, **kwargs)  # type: ignore[misc]
         if not split_qkv:
@@ -176,8 +148,8 @@ class HeadExchange:
             return self._exchange(qkv_sbgw), widths
         query, key, value = qkv
         groups, size = key.shape[2:]
-        qkv = torch.cat([query.unflatten(2, (groups, -1)).flatten(3), key, value], -1)
-        query, key, value = self._exchange(qkv).split([qkv.shape[-1] - 2 * size, size, size], -1)
+        qkv_sbgw = torch.cat([query.unflatten(2, (groups, -1)).flatten(3), key, value], -1)
+        query, key, value = self._exchange(qkv_sbgw).split([qkv_sbgw.shape[-1] - 2 * size, size, size], -1)
         return query.unflatten(3, (-1, size)).flatten(2, 3), key, value
 
     def _exchange(self, qkv_sbgw: Tensor) -> Tensor:
@@ -199,9 +171,9 @@ def exchanging_heads(attention: type[Attention]) -> type[Attention]:
 
 
 def _check_head_norms(config: TransformerConfig, norm: torch.nn.Module | None) -> None:
-    """Raise ValueError if only one of configuration and layer has norms of heads.
+    """Raise ValueError if the layer has norms of heads, but not the configuration, or the reverse.
 
-    By the configuration, megatron-core sums the gradients of these norms over the tensor parallel ranks.
+    megatron-core sums their gradients over the tensor parallel ranks only if the configuration has them.
     """
     if config.qk_layernorm != (norm is not None):
         raise ValueError(
@@ -212,10 +184,11 @@ def _check_head_norms(config: TransformerConfig, norm: torch.nn.Module | None) -
 
 
 def _connect(config: TransformerConfig, fan: FANProjection, linear: torch.nn.Module) -> None:
-    """Prepare `linear` to read X_F: give it FAN's activation to compute X_F, or in FP8 let it keep X_F as FAN does.
+    """Prepare `linear` to read the outputs of `fan`.
 
-    An FP8 layer would keep an FP8 copy besides. Backward quantizes X_F again, to the same numbers, except with the
-    recipe `delayed`, whose scales have changed by then.
+    A layer that computes X_F itself gets FAN's activation. A layer in FP8 keeps X_F itself, which FAN keeps anyway, in
+    place of an FP8 copy: backward quantizes X_F again, to the same numbers. With the recipe `delayed` it would not, for
+    the scales have changed by then.
     """
     if isinstance(linear, ActivatedColumnParallelLinear):
         linear.activation = fan.activation

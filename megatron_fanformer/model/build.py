@@ -167,7 +167,7 @@ def build_stages(
         chunk = _build_chunk(stage_type, layers, model, parallel, grid, config)
         chunk.token_columns = min(max(model.vocab_size - grid.groups.tp.rank() * columns, 0), columns)
         if chunk.post_process:
-            _set_loss_head(chunk, columns, kernels, z_loss_coefficient, on_cpu=grid.device == "cpu")
+            _set_loss_head(chunk, columns, kernels, z_loss_coefficient, grid)
         if grid.device != "cpu":
             chunk.to(grid.torch_device)
         if kernels.gradient_accumulation_fusion and implementation == "transformer_engine":
@@ -229,12 +229,10 @@ def _build_chunk(
     return chunk
 
 
-def _set_loss_head(
-    stage: Any, columns: int, kernels: KernelsConfig, z_loss_coefficient: float, *, on_cpu: bool
-) -> None:
+def _set_loss_head(stage: Any, columns: int, kernels: KernelsConfig, z_loss_coefficient: float, grid: RankGrid) -> None:
     head = stage.output_layer
     if kernels.chunked_loss_head:
-        tokens = kernels.loss_chunk_tokens(columns, stage.config.params_dtype.itemsize, on_cpu=on_cpu)
+        tokens = kernels.loss_chunk_tokens(columns, stage.config.params_dtype.itemsize, on_cpu=grid.device == "cpu")
         LossHead.take_over(head, tokens, z_loss_coefficient)
     if z_loss_coefficient and not isinstance(head, LossHead):
         raise InputError(

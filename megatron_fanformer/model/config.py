@@ -383,8 +383,9 @@ class KernelsConfig:
 
     def problems(self) -> list[str]:
         """Return the rules of single fields that this configuration breaks, one line each."""
-        demand = "be at least 1, or null"
-        return broken_fields("kernels", self, demand, lambda value: value < 1, "loss_head_chunk_tokens")
+        return broken_fields(
+            "kernels", self, "be at least 1, or null", lambda value: value < 1, "loss_head_chunk_tokens"
+        )
 
 
 DEFAULT_KERNELS = KernelsConfig()

@@ -10,15 +10,13 @@ how its variant FFN <- FAN is made, and this is a reading of it (docs/experiment
 with GELU on g1 and g2 in the original FAN (`activation: gelu`).
 
 cos, sin and GELU act on single features: a tensor parallel rank that owns P1/T periodic and G1/T linear rows of W1
-computes the features of x1 from these rows by itself, and owns W2's columns for these features. So nothing is
-communicated between the two layers. The ranks' products with W2 must be summed before cos and sin: the sum is of the
-pre-activation p2 | g2, (1 - p_ratio) h wide, where a Transformer sums h. It is an all-reduce, or under sequence
-parallelism a reduce-scatter, after which each rank takes cos and sin of its part of the sequence.
+computes their features of x1 by itself, and owns W2's columns for these features. The ranks' products with W2 are
+summed before cos and sin: the sum is of p2 | g2, (1 - p_ratio) h wide, where a Transformer sums h. It is an all-reduce,
+or under sequence parallelism a reduce-scatter, after which each rank activates its part of the sequence.
 
 Shapes: s sequence, b micro batch, T tensor parallel ranks, h hidden size, f width of x1.
 """
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from megatron.core.models.backends import LocalSpecProvider
@@ -29,8 +27,6 @@ from torch import Tensor
 from megatron_fanformer.model.config import FANConfig
 from megatron_fanformer.model.fan_functions import Activation, FANActivation, FANOutput, FANShard
 from megatron_fanformer.model.fan_layer import whole_tensor_factory
-
-ShardedOffsets = Sequence[tuple[int, int, int]]
 
 
 class FANFeedForwardBackend(LocalSpecProvider):
@@ -88,11 +84,9 @@ class FANColumnParallelLinear(_FANLayer, ColumnParallelLinear):
 
     divides_rows = True
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: ShardedOffsets = (), metadata: dict | None = None
-    ) -> dict[str, Any]:
+    def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the rank's rows as parts of the whole [p | g] map, which is alike in every layout."""
-        state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        state: dict[str, Any] = super().sharded_state_dict(prefix, *args, **kwargs)
         for name in ("weight", "bias"):
             key = prefix + name
             if key in state:
@@ -105,11 +99,9 @@ class FANRowParallelLinear(_FANLayer, RowParallelLinear):
 
     divides_rows = False
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: ShardedOffsets = (), metadata: dict | None = None
-    ) -> dict[str, Any]:
+    def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the rank's columns as parts of the whole matrix, for [cos p1, sin p1, g1] in every layout."""
-        state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        state: dict[str, Any] = super().sharded_state_dict(prefix, *args, **kwargs)
         if self.shard.ranks > 1:
             key = f"{prefix}weight"
             state[key] = whole_tensor_factory(state[key], ["weight"], self.shard.feature_ranges(), dim=1)

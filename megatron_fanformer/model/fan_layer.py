@@ -19,7 +19,7 @@ reads X_F.
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,15 @@ PARAMETERS = ("linear", "v_linear")
 """Names in checkpoints of the maps to each output: to X_F, and to the values."""
 
 
+class FANOptions(NamedTuple):
+    """How to build a FAN map."""
+
+    fan: FANConfig
+    form: FANForm = "column"
+    recompute: bool = False
+    """Whether backward recomputes the outputs; then call `discard` after the layer that reads X_F."""
+
+
 class FANProjection(MegatronModule):
     """X [s, b, h] -> X_F [s, b, h] (and the values [s, b, v] at placement `qk_and_v`).
 
@@ -53,21 +62,19 @@ class FANProjection(MegatronModule):
     the sequence, which the map gathers. In the `sequence` form input and outputs are this rank's part of the sequence.
 
     Args:
-        linear: builds the linear map, column parallel or replicated to suit `form`, with the input norm fused or not.
-        recompute: whether backward recomputes the outputs; then call `discard` after the layer that reads them.
+        linear: builds the linear map, column parallel or replicated to suit the form, with the input norm fused or not.
     """
 
     def __init__(
         self,
         config: TransformerConfig,
+        options: FANOptions,
         *,
-        fan: FANConfig,
-        form: FANForm,
         linear: Callable[..., torch.nn.Module],
         tp_group: dist.ProcessGroup,
-        recompute: bool = False,
     ) -> None:
         super().__init__(config=config)
+        fan, form, recompute = options
         outputs = fan.outputs(config.hidden_size, config.num_query_groups * config.kv_channels)
         rank, ranks = (tp_group.rank(), tp_group.size()) if form == "column" else (0, 1)  # `sequence`: the whole map
         self.shard = FANShard.of_rank(rank, ranks, [FANOutput.of_width(*output) for output in outputs])
@@ -115,12 +122,10 @@ class FANProjection(MegatronModule):
         pre_sbk, _ = self.linear(x_sbh)
         return pre_sbk
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Sequence[tuple[int, int, int]] = (), metadata: dict | None = None
-    ) -> dict[str, Any]:
+    def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the rank's rows as parts of the whole [p | g] maps, which are alike in every layout and form."""
         linear: Any = self.linear  # a module whose class the layer spec chooses
-        state = linear.sharded_state_dict(f"{prefix}linear.", sharded_offsets, metadata)
+        state = linear.sharded_state_dict(f"{prefix}linear.", *args, **kwargs)
         for name in ("weight", "bias"):
             key = f"{prefix}linear.{name}"
             if key in state:

@@ -29,7 +29,7 @@ from megatron_fanformer.model.stages import Layers, Stage
 
 
 def stack_spec(fan: FANConfig | None = None, transformer_impl: TransformerImpl = "auto", **options: Any) -> ModuleSpec:
-    """Return a stack whose `*` and `-` are the two halves of the layer that `layer_spec` makes of the same arguments."""
+    """Return a stack whose `*` and `-` are the two halves of the layer by `layer_spec`, with the same arguments."""
     layer = layer_spec(fan, transformer_impl, **options).submodules
     renamed = layer.sharded_state_dict_keys_map
     attention = TransformerLayerSubmodules(

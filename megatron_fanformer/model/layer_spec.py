@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.attention import exchanging_heads
 from megatron_fanformer.model.config import FANConfig, TransformerImpl
-from megatron_fanformer.model.fan_layer import ActivatedColumnParallelLinear
+from megatron_fanformer.model.fan_layer import ActivatedColumnParallelLinear, FANOptions
 from megatron_fanformer.model.local_layers import ReplicatedLinear, RMSNorm, TorchCoreAttention
 from megatron_fanformer.model.placements import PLACEMENTS
 from megatron_fanformer.runtime.layout import FANForm
@@ -110,7 +110,7 @@ def layer_spec(
     module, submodules = placement.attention()
     params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal}
     if placement.is_in_attention:
-        params |= {"fan": fan, "fan_form": fan_form, "recompute_fan": recompute_fan}
+        params["fan"] = FANOptions(fan, fan_form, recompute_fan)
     else:
         del maps["fan_linear"]
     if heads_over is not None:
@@ -151,7 +151,9 @@ def _local_parts(fan: FANConfig, fan_form: FANForm) -> Parts:
         "core_attention": TorchCoreAttention,
         "linear_proj": RowParallelLinear,
     }
-    layer = {"input_layernorm": RMSNorm, "pre_mlp_layernorm": RMSNorm, "mlp": placement.local_mlp(fan)}
+    backend = placement.mlp_backend(fan)
+    mlp = get_mlp_module_spec_for_backend(backend=backend, use_te_activation_func=not placement.has_fan_mlp)
+    layer = {"input_layernorm": RMSNorm, "pre_mlp_layernorm": RMSNorm, "mlp": mlp}
     return maps, RMSNorm, layer
 
 

@@ -26,10 +26,7 @@ SHORT_NAMES = {
     "recompute": "recompute_granularity",
 }
 COMMA_BETWEEN_ITEMS = re.compile(r",(?![^\[]*\])")  # no comma inside a list
-OVERLAP = "overlap"  # short for both of:
-OVERLAP_FIELDS = ("overlap_grad_reduce", "overlap_param_gather")
-
-KERNEL_FIELDS = tuple(field.name for field in dataclasses.fields(KernelsConfig))
+OVERLAP_FIELDS = ("overlap_grad_reduce", "overlap_param_gather")  # `overlap` sets both
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,8 @@ def parse_layout(text: str, transformer_impl: TransformerImpl = "auto") -> Layou
 
 def replace_fields(base: Layout, fields: Mapping[str, Any], text: str) -> Layout:
     """Return `base` with these values, which were read in `text`; raises InputError if one has a wrong type."""
-    kernels = {name: value for name, value in fields.items() if name in KERNEL_FIELDS}
+    kernel_names = {field.name for field in dataclasses.fields(KernelsConfig)}
+    kernels = {name: value for name, value in fields.items() if name in kernel_names}
     parallel = {name: value for name, value in fields.items() if name not in kernels}
     if problems := [*value_problems(parallel, ParallelConfig), *value_problems(kernels, KernelsConfig)]:
         raise InputError("\n".join(f"layout {text!r}: {problem}" for problem in problems))
@@ -83,7 +81,7 @@ def layout_fields(text: str) -> dict[str, Any]:
         name, has_value, value = item.partition("=")
         if not has_value:
             raise InputError(f"layout {text!r}: {item!r} has no value; write it as in tp=2,sp=true")
-        names = OVERLAP_FIELDS if name == OVERLAP else (SHORT_NAMES.get(name, name),)
+        names = OVERLAP_FIELDS if name == "overlap" else (SHORT_NAMES.get(name, name),)
         try:
             fields.update(dict.fromkeys(names, yaml_value(value)))
         except ValueError:
@@ -122,5 +120,5 @@ def _value_text(value: Any) -> str:
         return f"[{','.join(map(str, value))}]"
     if isinstance(value, bool):
         return str(value).lower()
-    # A pipeline_model_parallel_layout may have commas and blanks. They mean nothing there, and would separate items here.
+    # In a pipeline_model_parallel_layout, commas and blanks mean nothing; here they would separate items.
     return re.sub(r"[,\s]", "", str(value))

@@ -116,7 +116,7 @@ class Placement:
     is_in_attention: ClassVar[bool] = False
     """Whether a FAN map stands in front of attention."""
     attention_tensors: ClassVar[tuple[LayerTensor, ...]] = (linear_qkv("att_proj.weight"),)
-    """Tensors of the maps to queries, keys and values; the last one is the matrix without FAN."""
+    """Tensors in front of core attention; the last one is the matrix of queries, keys and (projected) values."""
     mlp_tensors: ClassVar[tuple[LayerTensor, ...]] = SWIGLU
     description: ClassVar[str] = title
     """The layer's structure, as error messages call it."""
@@ -195,13 +195,11 @@ class Placement:
 
         return SelfAttention, SelfAttentionSubmodules
 
-    def local_mlp(self, fan: "FANConfig") -> Any:
-        """Return the ModuleSpec of the MLP in local layers."""
-        from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
-
+    def mlp_backend(self, fan: "FANConfig") -> Any:
+        """Return megatron-core's provider of the layers of the local MLP."""
         from megatron_fanformer.model.local_layers import LocalBackend
 
-        return get_mlp_module_spec_for_backend(backend=LocalBackend(), use_te_activation_func=True)
+        return LocalBackend()
 
     def mlp_fields(self, *, on_cpu: bool) -> dict[str, Any]:
         """Return the fields by which megatron-core's configuration describes the MLP."""
@@ -227,14 +225,7 @@ QK_ROWS = Size("(n + k) d", lambda model: model.qkv_rows)
 
 
 def fan_tensors(name: str, shape: tuple[Size, ...], reference: str | None, hf: str) -> tuple[LayerTensor, LayerTensor]:
-    """Return the weight and the bias of a FAN map.
-
-    Args:
-        name: the map's name in Megatron.
-        shape: of the weight.
-        reference: the map's name in the authors' format; None if that format has no such map.
-        hf: the map's name in an export for transformers.
-    """
+    """Return the weight, of this shape, and the bias of a FAN map; None: the authors' format has no such map."""
 
     def tensor(part: str, shape: tuple[Size, ...], exists_in: Callable[["FANformerConfig"], bool]) -> LayerTensor:
         reference_names = () if reference is None else (f"{reference}.{part}",)
@@ -257,8 +248,9 @@ class QKV(Placement):
     reference_fields: ClassVar[Mapping[str, Any]] = {"block_type": "sequential", "use_ATF": True}
 
     def outputs(self, fan: "FANConfig", hidden_size: int, value_size: int) -> list[tuple[int, float]]:
-        """Return the width and the p_ratio of X_F."""
-        return [(hidden_size, fan.p_ratio)]
+        """Return the width and the p_ratio of X_F, and of the values if a FAN layer makes them."""
+        values = [(value_size, fan.value_p_ratio)] if self.has_own_values else []
+        return [(hidden_size, fan.p_ratio), *values]
 
     def maps(self, model: "FANformerConfig") -> list[FANMap]:
         """Return the map to X_F, and the map to the values if a FAN layer makes them."""
@@ -291,10 +283,6 @@ class QKAndV(QKV):
     )
     reference_fields: ClassVar[Mapping[str, Any]] = {"block_type": "fanformer", "use_ATF": True}
     has_own_values = True
-
-    def outputs(self, fan: "FANConfig", hidden_size: int, value_size: int) -> list[tuple[int, float]]:
-        """Return the width and the p_ratio of X_F and of the values."""
-        return [(hidden_size, fan.p_ratio), (value_size, fan.value_p_ratio)]
 
     def attention(self) -> tuple[Any, Any]:
         """Return a self-attention whose FAN map has two outputs."""
@@ -338,13 +326,11 @@ class FFN(Placement):
         """Return the weights of 1 - p_ratio rows of the first map, and of a column of the second."""
         return (1 - model.fan.p_ratio) * (2 * model.hidden_size + model.fan.bias)
 
-    def local_mlp(self, fan: "FANConfig") -> Any:
-        """Return the ModuleSpec of megatron-core's MLP with FAN layers for its linear maps."""
-        from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
-
+    def mlp_backend(self, fan: "FANConfig") -> Any:
+        """Return a provider of FAN layers for the MLP's linear maps."""
         from megatron_fanformer.model.fan_ffn import FANFeedForwardBackend
 
-        return get_mlp_module_spec_for_backend(backend=FANFeedForwardBackend(fan))
+        return FANFeedForwardBackend(fan)
 
     def mlp_fields(self, *, on_cpu: bool) -> dict[str, Any]:
         """Return the identity as the activation between the two FAN layers."""

@@ -104,8 +104,8 @@ class ReplicatedTELinear(TELinear):
 class PartOfHeadsTEDotProductAttention(TEDotProductAttention):
     """Core attention over whole sequences for a context parallel rank's part of the heads (`attention.HeadExchange`).
 
-    The Engine's own exchange of heads (`cp_comm_type` a2a) does not take float32, and takes only documents whose lengths
-    are multiples of twice the ranks.
+    The Engine's own exchange of heads (`cp_comm_type` a2a) takes no float32, and only documents whose lengths are
+    multiples of twice the ranks.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:

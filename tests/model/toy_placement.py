@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from megatron_fanformer.hf import configuration_fanformer, modeling_fanformer
 from megatron_fanformer.hf.modeling_fanformer import FANActivation, FANformerAttention, FANformerMLP
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
-from megatron_fanformer.model.fan_layer import ActivatedColumnParallelLinear, FANProjection
+from megatron_fanformer.model.fan_layer import ActivatedColumnParallelLinear, FANOptions, FANProjection
 from megatron_fanformer.model.local_layers import LocalBackend
 from megatron_fanformer.model.placements import FAN_ROWS, PLACEMENTS, SWIGLU, FANMap, H, Placement, fan_tensors
 
@@ -40,8 +39,8 @@ class MLPInput(Placement):
     def maps(self, model: FANformerConfig) -> list[FANMap]:
         return [FANMap(f"{FAN}.weight", "p_ratio", model.hidden_size, model.fan.p_ratio)]
 
-    def local_mlp(self, fan: FANConfig) -> Any:
-        return get_mlp_module_spec_for_backend(backend=_Backend(fan), use_te_activation_func=True)
+    def mlp_backend(self, fan: FANConfig) -> Any:
+        return _Backend(fan)
 
 
 class _Backend(LocalBackend):
@@ -57,7 +56,7 @@ class FANThenLinear(ActivatedColumnParallelLinear):
 
     def __init__(self, *args: Any, fan: FANConfig, config: Any, tp_group: Any, **kwargs: Any) -> None:
         super().__init__(*args, config=config, tp_group=tp_group, **kwargs)
-        self.fan = FANProjection(config, fan=fan, form="column", linear=ColumnParallelLinear, tp_group=tp_group)
+        self.fan = FANProjection(config, FANOptions(fan), linear=ColumnParallelLinear, tp_group=tp_group)
         self.activation = self.fan.activation
 
     def forward(self, x_sbh: Tensor) -> tuple[Tensor, None]:
@@ -87,7 +86,7 @@ def registered() -> Iterator[None]:
     """Within it there is the placement: the entries that a new file needs, in the package's table and the exports'."""
     names = FANConfig.__annotations__["placement"]
     PLACEMENTS[NAME] = MLPInput()
-    FANConfig.__annotations__["placement"] = Literal[tuple(PLACEMENTS)]  # as of the import of model.placements
+    _set_names(Literal[tuple(PLACEMENTS)])  # as the import of model.placements makes them
     configuration_fanformer.FAN_PLACEMENTS[NAME] = configuration_fanformer.Placement()
     modeling_fanformer.LAYER_PARTS[NAME] = (FANformerAttention, HuggingFaceMLP)
     try:
@@ -95,7 +94,14 @@ def registered() -> Iterator[None]:
     finally:
         for table in (PLACEMENTS, configuration_fanformer.FAN_PLACEMENTS, modeling_fanformer.LAYER_PARTS):
             del table[NAME]
-        FANConfig.__annotations__["placement"] = names
+        _set_names(names)
+
+
+def _set_names(names: Any) -> None:
+    FANConfig.__annotations__["placement"] = names
+    for owner in (FANConfig, FANformerConfig):
+        if "__msgspec_cache__" in vars(owner):  # of the fields' types, once values were converted to one
+            del owner.__msgspec_cache__
 
 
 def train(*arguments: Any) -> Any:
