@@ -19,8 +19,6 @@ from megatron_fanformer.runtime.layout import ParallelConfig, layout_chunks
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.runtime.seeding import initialize_by_name, truncated_normal
 
-OWN_PRECISION_FIELDS = ("dtype", "grad_reduce_in_fp32", "fp8_fan")  # megatron-core has the others, by the same names
-
 
 def transformer_config(
     model: FANformerConfig,
@@ -30,13 +28,13 @@ def transformer_config(
     precision: PrecisionConfig | None = None,
     kernels: KernelsConfig = DEFAULT_KERNELS,
     *,
-    has_boundaries: bool = True,
+    has_stage_sizes: bool = True,
 ) -> TransformerConfig:
     """Return megatron-core's configuration of the model's layers.
 
     Args:
         precision: only the fields of FP8 are read; None: no FP8.
-        has_boundaries: whether the configuration states how many layers the first and the last stage have.
+        has_stage_sizes: whether the configuration states how many layers the stages have.
     """
     return TransformerConfig(
         num_layers=model.num_layers,
@@ -57,7 +55,7 @@ def transformer_config(
         pipeline_dtype=dtype,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         **_pipeline_fields(parallel, grid),
-        **(_boundaries(parallel) if has_boundaries else {}),
+        **(_stage_sizes(parallel) if has_stage_sizes else {}),
         context_parallel_size=parallel.context_parallel_size,
         cp_comm_type=parallel.cp_comm_type,
         sequence_parallel=parallel.sequence_parallel,
@@ -85,6 +83,7 @@ def transformer_config(
 
 
 def _pipeline_fields(parallel: ParallelConfig, grid: RankGrid) -> dict[str, Any]:
+    """Return the fields of the pipeline's schedule and communication."""
     is_interleaved = parallel.virtual_stages > 1
     return {
         "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
@@ -101,7 +100,8 @@ def _pipeline_fields(parallel: ParallelConfig, grid: RankGrid) -> dict[str, Any]
     }
 
 
-def _boundaries(parallel: ParallelConfig) -> dict[str, Any]:
+def _stage_sizes(parallel: ParallelConfig) -> dict[str, Any]:
+    """Return the fields that state how many layers the stages have, if they are not equal."""
     text = parallel.pipeline_model_parallel_layout
     return {
         # Parsed and written again, because megatron-core stops reading at a space.
@@ -112,8 +112,9 @@ def _boundaries(parallel: ParallelConfig) -> dict[str, Any]:
 
 
 def _fp8_fields(precision: PrecisionConfig) -> dict[str, Any]:
+    """Return the fields of FP8, which megatron-core has by the same names; none without FP8."""
     fields = {} if precision.fp8 is None else dataclasses.asdict(precision)
-    return {name: value for name, value in fields.items() if name not in OWN_PRECISION_FIELDS}
+    return {name: fields[name] for name in fields.keys() - {"dtype", "grad_reduce_in_fp32", "fp8_fan"}}
 
 
 def _no_initialization(_weight: torch.Tensor) -> None:
@@ -159,7 +160,7 @@ def build_stages(
         if precision.fp8:  # forget the scales of an earlier model, and its process groups, which are gone
             te_layers.FP8GlobalStateManager.reset()
     config = transformer_config(
-        model, parallel, grid, dtype, precision, kernels, has_boundaries=stage_type.has_boundaries_in_config
+        model, parallel, grid, dtype, precision, kernels, has_stage_sizes=stage_type.has_stage_sizes_in_config
     )
     columns = model.padded_vocab_size // parallel.tensor_model_parallel_size  # of logits, on this rank
     chunks = []
@@ -182,6 +183,7 @@ def build_stages(
 def _layers_of_chunks(
     model: FANformerConfig, parallel: ParallelConfig, grid: RankGrid, implementation: LayerImpl, *, fp8_fan: bool
 ) -> list[Layers]:
+    """Return what `_build_chunk` needs to know of the layers, for each chunk of this rank's stage."""
     spec = layer_spec(
         model.fan,
         implementation,
@@ -205,11 +207,11 @@ def _build_chunk(
     grid: RankGrid,
     config: TransformerConfig,
 ) -> Any:
+    """Build one chunk with megatron-core's loss head and weights."""
     groups = grid.groups
     if grid.exchanges_heads:  # only attention may see the context parallel ranks
         groups = copy.copy(groups)
         groups.cp = groups.ep  # this rank alone: the model has no experts
-    is_interleaved = parallel.virtual_stages > 1
     chunk: Any = stage_type(
         config=config,
         **stage_type.arguments(layers),
@@ -221,7 +223,7 @@ def _build_chunk(
         position_embedding_type="rope",
         rotary_base=model.rotary_base,
         pg_collection=groups,
-        vp_stage=layers.chunk if is_interleaved else None,
+        vp_stage=layers.chunk if parallel.virtual_stages > 1 else None,
     )
     if model.rope_scaling.is_scaled:  # megatron-core computes all angles from these, in every layout and cache
         rotary = chunk.rotary_pos_emb
@@ -230,6 +232,7 @@ def _build_chunk(
 
 
 def _set_loss_head(stage: Any, columns: int, kernels: KernelsConfig, z_loss_coefficient: float, grid: RankGrid) -> None:
+    """Make the configured loss head of a stage's output layer; raises as `build_stages` says."""
     head = stage.output_layer
     if kernels.chunked_loss_head:
         tokens = kernels.loss_chunk_tokens(columns, stage.config.params_dtype.itemsize, on_cpu=grid.device == "cpu")
@@ -269,7 +272,7 @@ def draw_weight(config: FANformerConfig, name: str, shape: tuple[int, ...], gene
 def initial_std(config: FANformerConfig, name: str) -> float:
     """Return the standard deviation of the initial matrix with this global name.
 
-    Maps back to the residual stream get the smaller, the deeper their layer.
+    It is smaller for maps back to the residual stream, and falls with the depth of their layer.
     """
     input_widths = {"linear_proj.weight": config.hidden_size, "linear_fc2.weight": config.ffn_hidden_size}
     width = next((width for ending, width in input_widths.items() if name.endswith(ending)), None)

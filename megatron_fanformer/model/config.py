@@ -103,9 +103,7 @@ class FANformerConfig:
 
         Raises InputError, with one line for each problem, if no model can be built from them.
         """
-        from megatron_fanformer.configuration import (
-            build,  # stock Megatron-LM imports this module, and needs no `build`
-        )
+        from megatron_fanformer.configuration import build  # stock Megatron-LM imports this module without it
 
         config = build(values, cls, "model.")
         if problems := config.problems():
@@ -135,7 +133,7 @@ class FANformerConfig:
 
     @property
     def placement(self) -> Placement:
-        """Return the description of the layer that `fan.placement` names."""
+        """Return the placement that `fan.placement` names."""
         return PLACEMENTS[self.fan.placement]
 
     @property
@@ -224,10 +222,7 @@ def p_ratio_of(periodic_size: int, hidden_size: int) -> float:
 
 
 def nearest_p_ratio(p_ratio: float, width: int, ranks: int) -> float | None:
-    """Return the p_ratio nearest to this one whose periodic and linear rows, for that width, divide over the ranks.
-
-    Returns None if there is none.
-    """
+    """Return the nearest p_ratio by which the rows for that width divide over the ranks; None if there is none."""
     if width % ranks:
         return None
     largest = width // 2 // ranks * ranks
@@ -243,10 +238,7 @@ def with_same_parameters(config: FANformerConfig, multiple: int = FFN_MULTIPLE) 
     """Return the model with d_ff changed so that it has as many parameters as the Transformer of its original shape.
 
     At p_ratio 0.25 the 1B model goes from 8192 to the paper's 7680. At placement `ffn` d_ff grows: two FAN layers have
-    fewer weights than a SwiGLU of the same d_ff.
-
-    Args:
-        multiple: d_ff is rounded to a multiple of it.
+    fewer weights than a SwiGLU of the same d_ff. The result is rounded to a multiple of `multiple`.
     """
     transformer, placement = as_transformer(config), config.placement
     missing = transformer.placement.parameters(transformer) - placement.parameters(config)
@@ -370,12 +362,7 @@ class KernelsConfig:
     Transformer Engine's layers or apex's `fused_weight_gradient_mlp_cuda`."""
 
     def loss_chunk_tokens(self, logit_columns: int, element_bytes: int, *, on_cpu: bool) -> int:
-        """Return the tokens per chunk of the loss head.
-
-        Args:
-            logit_columns: columns of logits on one rank.
-            element_bytes: bytes of one logit.
-        """
+        """Return the tokens per chunk of the loss head, for the columns of logits on one rank and bytes of a logit."""
         if self.loss_head_chunk_tokens is not None:
             return self.loss_head_chunk_tokens
         tokens = (LOGITS_BYTES_ON_CPU if on_cpu else LOGITS_BYTES_ON_GPU) // (logit_columns * element_bytes)
@@ -383,9 +370,8 @@ class KernelsConfig:
 
     def problems(self) -> list[str]:
         """Return the rules of single fields that this configuration breaks, one line each."""
-        return broken_fields(
-            "kernels", self, "be at least 1, or null", lambda value: value < 1, "loss_head_chunk_tokens"
-        )
+        demand = "be at least 1, or null"
+        return broken_fields("kernels", self, demand, lambda value: value < 1, "loss_head_chunk_tokens")
 
 
 DEFAULT_KERNELS = KernelsConfig()

@@ -99,19 +99,15 @@ class FANShard(NamedTuple):
         return self._ranges([(periodic, periodic, linear) for periodic, linear in self.outputs])
 
     def _ranges(self, outputs: Sequence[tuple[int, ...]]) -> list[RowRange]:
-        """Return the places of runs that lie kind by kind, on a rank as in the whole: all p before all g.
-
-        Args:
-            outputs: sizes of the kinds on one rank, for each output.
-        """
+        """Return the places of a rank's runs of these sizes, by output; the whole joins each kind of run over the ranks."""
         ranges, start = [], 0
         for number, sizes in enumerate(outputs):
-            kind_start = 0  # in the whole
+            whole_start = 0  # of all ranks' runs of one kind
             for size in sizes:
-                whole_start = kind_start + self.rank * size
-                ranges.append(RowRange(number, start, start + size, whole_start, self.ranks * sum(sizes)))
+                own_start = whole_start + self.rank * size
+                ranges.append(RowRange(number, start, start + size, own_start, self.ranks * sum(sizes)))
                 start += size
-                kind_start += self.ranks * size
+                whole_start += self.ranks * size
         return [range_ for range_ in ranges if range_.end > range_.start]
 
 
@@ -168,9 +164,8 @@ class Activation(NamedTuple):
     ) -> Tensor:
         """Return the gradient of p | g of all ranks, [t, s, b, k]: d p = d sin p * cos p - d cos p * sin p.
 
-        Args:
-            outputs, kept_g: as `activate` returned them.
-            grads: this rank's part of the gradient of each output, to be summed over the ranks.
+        `outputs` and `kept_g` are what `activate` returned. `grads` are this rank's part of the outputs' gradients, and
+        so is the result: it must be summed over the ranks.
         """
         grad_pre_tsbk = grads[0].new_empty(self.shard.ranks, *grads[0].shape[:2], sum(self.shard.rows))
         form = fan_activation.implementation_for(grad_pre_tsbk)

@@ -108,10 +108,9 @@ class FANProjection(MegatronModule):
         return outputs
 
     def discard(self, product: Tensor) -> None:
-        """Free the outputs, if backward recomputes them: it does so when it has the gradient of `product`.
+        """Free the outputs, if backward recomputes them: it does so once it has the gradient of `product`.
 
-        Args:
-            product: the output of the layer that reads X_F; no later layer may read X_F.
+        `product` is the output of the layer that reads X_F. No later layer may read X_F.
         """
         if self._checkpoint is not None:
             self._checkpoint.discard_output_and_register_recompute(product)

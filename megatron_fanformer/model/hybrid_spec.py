@@ -75,7 +75,7 @@ fanformer_stack_spec = stack_spec()
 class HybridStage(Stage, HybridModel):
     """A stage made of HybridModel."""
 
-    has_boundaries_in_config = False  # they are in the pattern
+    has_stage_sizes_in_config = False  # the pattern states them
 
     @staticmethod
     def arguments(layers: Layers) -> dict[str, Any]:

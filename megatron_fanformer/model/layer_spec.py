@@ -52,8 +52,7 @@ def transformer_engine_problem() -> str | None:
 def resolve_transformer_impl(transformer_impl: TransformerImpl) -> LayerImpl:
     """Return the implementation; `auto` is Transformer Engine if it imports, else the local layers.
 
-    Raises:
-        InputError: Transformer Engine is requested, and cannot be used.
+    Raises InputError if Transformer Engine is requested, and cannot be used.
     """
     if transformer_impl == "local":
         return "local"
@@ -143,6 +142,7 @@ Parts = tuple[dict[str, Any], type[torch.nn.Module], dict[str, Any]]
 
 
 def _local_parts(fan: FANConfig, fan_form: FANForm) -> Parts:
+    """Return the parts of a layer in plain torch."""
     placement = PLACEMENTS[fan.placement]
     is_column = placement.is_in_attention and fan_form == "column"
     maps = {
@@ -158,6 +158,7 @@ def _local_parts(fan: FANConfig, fan_form: FANForm) -> Parts:
 
 
 def _engine_parts(fan: FANConfig, fan_form: FANForm, fp8_fan: bool, *, exchanges_heads: bool) -> Parts:
+    """Return the parts of a layer by Transformer Engine."""
     placement = PLACEMENTS[fan.placement]
     if not placement.has_engine_layers:
         raise InputError(

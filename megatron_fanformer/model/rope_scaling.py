@@ -73,11 +73,7 @@ class RopeScalingConfig:
         return None if factor == 1 else factor**2 / math.sqrt(head_size)
 
     def frequencies(self, base: float, head_size: int) -> "Tensor":
-        """Return the scaled angle per position of each pair of a head, [head_size / 2] in float32, as transformers.
-
-        Args:
-            base: of the rotary positions, `model.rotary_base`.
-        """
+        """Return the scaled angle per position of each pair of a head, [head_size / 2] in float32, as transformers."""
         import torch
 
         powers = base ** (torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)

@@ -47,8 +47,8 @@ class Stage(torch.nn.Module):
 
     token_columns: int
     """How many of this rank's columns of logits stand for tokens; the others, behind them, are padding."""
-    has_boundaries_in_config = True
-    """Whether megatron-core reads from its configuration how many layers the first and the last stage have."""
+    has_stage_sizes_in_config = True
+    """Whether megatron-core reads from its configuration how many layers the stages have."""
 
     @staticmethod
     def arguments(layers: Layers) -> dict[str, Any]:
