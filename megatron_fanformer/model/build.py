@@ -270,10 +270,7 @@ def draw_weight(config: FANformerConfig, name: str, shape: tuple[int, ...], gene
 
 
 def initial_std(config: FANformerConfig, name: str) -> float:
-    """Return the standard deviation of the initial matrix with this global name.
-
-    It is smaller for maps back to the residual stream, and falls with the depth of their layer.
-    """
+    """Return the standard deviation of an initial matrix; that of maps back to the residual stream falls with depth."""
     input_widths = {"linear_proj.weight": config.hidden_size, "linear_fc2.weight": config.ffn_hidden_size}
     width = next((width for ending, width in input_widths.items() if name.endswith(ending)), None)
     if width is None:

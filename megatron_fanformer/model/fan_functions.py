@@ -99,7 +99,7 @@ class FANShard(NamedTuple):
         return self._ranges([(periodic, periodic, linear) for periodic, linear in self.outputs])
 
     def _ranges(self, outputs: Sequence[tuple[int, ...]]) -> list[RowRange]:
-        """Return the places of a rank's runs of these sizes, by output; the whole joins each kind of run over the ranks."""
+        """Return the places of a rank's runs of these sizes, by output; the whole joins every kind over the ranks."""
         ranges, start = [], 0
         for number, sizes in enumerate(outputs):
             whole_start = 0  # of all ranks' runs of one kind

@@ -127,14 +127,13 @@ def layer_spec(
     )
 
 
-def final_norm(transformer_impl: LayerImpl) -> type[torch.nn.Module]:
+def final_norm(transformer_impl: LayerImpl) -> Any:
     """Return the class of the norm in front of the head."""
     if transformer_impl == "local":
         return RMSNorm
     from megatron.core.extensions.transformer_engine import TENorm
 
-    norm: type[torch.nn.Module] = TENorm
-    return norm
+    return TENorm
 
 
 Parts = tuple[dict[str, Any], type[torch.nn.Module], dict[str, Any]]

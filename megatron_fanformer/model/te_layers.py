@@ -85,16 +85,15 @@ class ReplicatedTELinear(TELinear):
         *,
         gather_output: bool,
         tp_group: Any,
-        skip_weight_param_allocation: bool = False,
         tp_comm_buffer_name: str | None = None,
         **kwargs: Any,
     ) -> None:
+        kwargs.setdefault("skip_weight_param_allocation", False)
         super().__init__(
             input_size,
             output_size,
             parallel_mode="duplicated",
             tp_comm_buffer_name=None,  # an unknown name turns off the overlap of all later layers
-            skip_weight_param_allocation=skip_weight_param_allocation,
             **kwargs,
         )
         for parameter in self.parameters():
