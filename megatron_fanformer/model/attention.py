@@ -186,9 +186,9 @@ def _check_head_norms(config: TransformerConfig, norm: torch.nn.Module | None) -
 def _connect(config: TransformerConfig, fan: FANProjection, linear: torch.nn.Module) -> None:
     """Prepare `linear` to read the outputs of `fan`.
 
-    A layer that computes X_F itself gets FAN's activation. A layer in FP8 keeps X_F itself, which FAN keeps anyway, in
-    place of an FP8 copy: backward quantizes X_F again, to the same numbers. With the recipe `delayed` it would not, for
-    the scales have changed by then.
+    A layer that computes X_F itself gets FAN's activation. A layer in FP8 keeps X_F, which FAN keeps anyway, and no FP8
+    copy: backward quantizes X_F again, to the same numbers. With the recipe `delayed` the scales have changed by then,
+    so the layer keeps its copy.
     """
     if isinstance(linear, ActivatedColumnParallelLinear):
         linear.activation = fan.activation

@@ -99,13 +99,13 @@ class FANShard(NamedTuple):
         return self._ranges([(periodic, periodic, linear) for periodic, linear in self.outputs])
 
     def _ranges(self, outputs: Sequence[tuple[int, ...]]) -> list[RowRange]:
-        """Return the places of a rank's runs of these sizes, by output; the whole joins every kind over the ranks."""
+        """Return the places of runs, given their sizes in each output: the i-th runs of all ranks lie side by side."""
         ranges, start = [], 0
         for number, sizes in enumerate(outputs):
-            whole_start = 0  # of all ranks' runs of one kind
+            whole_start = 0  # of the i-th runs of all ranks
             for size in sizes:
-                own_start = whole_start + self.rank * size
-                ranges.append(RowRange(number, start, start + size, own_start, self.ranks * sum(sizes)))
+                rank_start = whole_start + self.rank * size
+                ranges.append(RowRange(number, start, start + size, rank_start, self.ranks * sum(sizes)))
                 start += size
                 whole_start += self.ranks * size
         return [range_ for range_ in ranges if range_.end > range_.start]

@@ -51,7 +51,7 @@ class FANOptions(NamedTuple):
     fan: FANConfig
     form: FANForm = "column"
     recompute: bool = False
-    """Whether backward recomputes the outputs; then call `discard` after the layer that reads X_F."""
+    """Whether backward recomputes the outputs; then call `discard` after the only layer that reads X_F."""
 
 
 class FANProjection(MegatronModule):
@@ -108,10 +108,7 @@ class FANProjection(MegatronModule):
         return outputs
 
     def discard(self, product: Tensor) -> None:
-        """Free the outputs, if backward recomputes them: it does so once it has the gradient of `product`.
-
-        `product` is the output of the layer that reads X_F. No later layer may read X_F.
-        """
+        """Free the outputs, if recomputed, until backward has the gradient of `product`, which was made from X_F."""
         if self._checkpoint is not None:
             self._checkpoint.discard_output_and_register_recompute(product)
             self._checkpoint = None
@@ -150,7 +147,7 @@ class ActivatedColumnParallelLinear(ColumnParallelLinear):
     """
 
     activation: Activation
-    """Computes X_F; `FANProjection.activation`, which whoever builds both layers must assign."""
+    """`FANProjection.activation`, which computes X_F; assign it after both layers are built."""
 
     def __init__(self, *args: Any, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(*args, config=without_sequence_parallel(config), disable_grad_reduce=True, **kwargs)
