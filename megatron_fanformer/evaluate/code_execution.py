@@ -1,8 +1,8 @@
-"""Execution of programs that a model wrote, each in a process of its own, within limits. This is no sandbox.
+"""Runs programs that a model wrote, each in a process of its own, within limits. This is no sandbox.
 
-The limits end mistakes: endless loops, memory without end, fork bombs, output. A program still runs under the user's
-account, and can read and remove what the user can, use the network, or forge the report of a pass.
-Whoever does not trust the model evaluates it in a container.
+The limits stop programs with mistakes: endless loops, unlimited memory, fork bombs, files. A program still runs under
+the user's account: it can read and remove the user's files, use the network, or report a pass that it did not earn.
+Evaluate a model that you do not trust in a container.
 """
 
 import inspect
@@ -23,7 +23,7 @@ from megatron_fanformer.processes import usable_cores
 
 
 class Program(NamedTuple):
-    """A program, and the tests that are run after it, with its names."""
+    """The source of a program, and of tests that run after it and see its names."""
 
     source: str
     tests: str = ""
@@ -41,12 +41,12 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The end that a program came to."""
+    """How a program ended."""
 
     outcome: Literal["passed", "failed", "timed out"]
-    """`passed`: it and its tests reached their end without an error."""
+    """`passed`: the program and its tests ran to their end without an error."""
     message: str = ""
-    """The error, or the signal, that ended it."""
+    """The error, signal or limit that ended the program; empty if it passed."""
 
 
 def run_programs(programs: Sequence[Program], *, limits: Limits = Limits()) -> list[Result]:
@@ -56,7 +56,7 @@ def run_programs(programs: Sequence[Program], *, limits: Limits = Limits()) -> l
 
 
 def _run(limits: Limits, program: Program) -> Result:
-    given = json.dumps([*program, limits.memory_bytes, limits.cpu_seconds]).encode()
+    child_input = json.dumps([*program, limits.memory_bytes, limits.cpu_seconds]).encode()
     with (
         tempfile.TemporaryDirectory(prefix="program-", ignore_cleanup_errors=True) as home,
         subprocess.Popen(
@@ -65,13 +65,13 @@ def _run(limits: Limits, program: Program) -> Result:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             cwd=home,
-            # Nothing else is inherited. (-I would ignore the seed, and sets would have another order each time.)
+            # No other variable is inherited. (With -I Python would ignore the seed, and the order of sets would vary.)
             env={"HOME": home, "TMPDIR": home, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8"},
             start_new_session=True,
         ) as process,
     ):
         try:
-            report, _ = process.communicate(given, limits.wall_seconds)
+            report, _ = process.communicate(child_input, limits.wall_seconds)
         except subprocess.TimeoutExpired:
             return Result(outcome="timed out", message=f"it took more than {limits.wall_seconds:g} s")
         finally:
@@ -88,9 +88,9 @@ def _run(limits: Limits, program: Program) -> Result:
 
 
 def _child() -> None:
-    """Run the program that the standard input holds, then its tests, and write to the standard output how they ended.
+    """Run the program on standard input, then its tests; write `passed` or the error to standard output.
 
-    The program's process is given the source of this function, which imports nothing of this package.
+    The child process runs this function's source, which imports nothing of this package.
     """
     import ctypes
     import json
@@ -99,10 +99,10 @@ def _child() -> None:
     import sys
     import types
 
-    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG: ended with the process that started it
+    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG: killed when its parent ends
     source, tests, memory_bytes, cpu_seconds = json.load(sys.stdin)
     report = os.dup(1)
-    for stream in range(3):  # output is lost, input empty
+    for stream in range(3):  # the program's output is discarded, its input is empty
         os.dup2(os.open(os.devnull, os.O_RDWR), stream)
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))  # SIGXCPU, then SIGKILL
@@ -116,14 +116,14 @@ def _child() -> None:
             raise PermissionError(f"{event} is refused")
 
     sys.addaudithook(refuse_processes)
-    # A module of its own, so that the program finds nothing of this one by its name.
+    # The program runs in a new module, where it does not see the names of this function's module.
     module = types.ModuleType("__main__")
     sys.argv, sys.modules["__main__"] = ["program"], module
     text = "passed"
     try:
         exec(compile(source, "<program>", "exec"), module.__dict__)
         exec(compile(tests, "<tests>", "exec"), module.__dict__)
-    except BaseException as error:  # SystemExit too: a program that leaves has not reached its end
+    except BaseException as error:  # SystemExit, too: a program that exits early has not passed
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
     os.write(report, text.encode(errors="replace"))
-    os._exit(0)  # whatever threads and exit handlers the program has left
+    os._exit(0)  # without waiting for threads or exit handlers of the program

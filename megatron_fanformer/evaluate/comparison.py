@@ -1,9 +1,9 @@
-"""Comparison of two models on the same documents: the difference of their metrics, with a 95% interval.
+"""Compares two models on the same documents: the difference of their metrics, with a 95% interval.
 
-Documents differ from one another far more than two models do on one document, so that the difference is taken document
-by document, and its uncertainty is that of the choice of documents. The bootstrap draws those: as many as there are,
-with replacement, ten thousand times (Efron and Tibshirani, An Introduction to the Bootstrap, chapters 8 and 13: the
-percentile interval of paired data).
+Scores vary far more between documents than between two models on one document. So the difference is taken document by
+document, and its uncertainty comes from the choice of documents. The bootstrap repeats this choice ten thousand times:
+it draws as many documents as there are, with replacement (Efron and Tibshirani, An Introduction to the Bootstrap,
+chapters 8 and 13: the percentile interval of paired data).
 """
 
 import zlib
@@ -20,11 +20,11 @@ from megatron_fanformer.terminal import table
 
 DRAWS = 10_000
 INTERVAL = (0.025, 0.975)
-KINDS = 256  # up to so many kinds of documents, drawing numbers of each kind is cheaper than drawing documents
+MOST_KINDS = 256  # with more kinds of documents, drawing single documents is cheaper than drawing each kind's number
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    """The difference of B from A in one metric."""
+    """The difference between A and B in one metric."""
 
     name: str
     metric: str | None
@@ -54,11 +54,11 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare(a: Result, b: Result, *, draws: int = DRAWS) -> Comparison:
-    """Return the differences of two results in the tasks that both have, each by its own metric.
+    """Return the differences of two results in the tasks that both have, each in the task's default metric.
 
     Raises:
-        InputError: they have no task and no perplexity set in common, or a task's documents or a set's tokens differ,
-            or the settings by which answers were written.
+        InputError: the results have no task and no perplexity set in common, or were measured differently: they differ
+            in a task's documents, a set's tokens, or the settings of generation.
     """
     tasks = [name for name in a.tasks if name in b.tasks]
     sets = [name for name in a.perplexity if name in b.perplexity]
@@ -76,21 +76,21 @@ def compare(a: Result, b: Result, *, draws: int = DRAWS) -> Comparison:
     if generated := [name for name in tasks if a.tasks[name].metric in GENERATED]:
         lengths = (getattr(r.settings, "max_new_tokens", None) for r in (a, b))
         _refuse_unequal(", ".join(generated), "--max-new-tokens", *lengths)
-    differences, shares = {}, []
+    differences: dict[str, Difference] = {}
+    drawn: dict[str, np.ndarray] = {}
     for name in tasks:
-        # By its name: a task's draws do not depend on the others, and are not theirs.
+        # Seeded by the task's name, so that tasks are drawn independently, and alike whichever others are compared.
         generator = np.random.default_rng((0, zlib.crc32(name.encode())))
-        differences[name], drawn = _task_difference(name, a.tasks[name], b.tasks[name], draws, generator)
-        if is_share(differences[name].metric):
-            shares.append((differences[name], drawn))
+        differences[name], drawn[name] = _task_difference(name, a.tasks[name], b.tasks[name], draws, generator)
+    shares = [name for name in tasks if is_share(differences[name].metric)]
     mean = None
     if len(shares) > 1:
-        values = [float(np.mean([getattr(difference, which) for difference, _ in shares])) for which in "ab"]
-        drawn = np.mean([drawn for _, drawn in shares], axis=0)
-        documents = sum(difference.documents for difference, _ in shares)
-        mean = _difference(f"mean of {len(shares)} tasks", None, values, drawn, documents)
+        means = np.mean([(differences[name].a, differences[name].b) for name in shares], axis=0).tolist()
+        documents = sum(differences[name].documents for name in shares)
+        drawn_means = np.mean([drawn[name] for name in shares], axis=0)
+        mean = _difference(f"mean of {len(shares)} tasks", None, means, drawn_means, documents)
     pairs = {name: (a.perplexity[name].perplexity, b.perplexity[name].perplexity) for name in sets}
-    pairs |= {f"{group} mean": (mean, b.groups[group]) for group, mean in a.groups.items() if group in b.groups}
+    pairs |= {f"{group} mean": (in_a, b.groups[group]) for group, in_a in a.groups.items() if group in b.groups}
     perplexity = {name: (in_a, in_b) for name, (in_a, in_b) in pairs.items() if in_a is not None and in_b is not None}
     return Comparison(a=a.checkpoint, b=b.checkpoint, tasks=differences, mean=mean, perplexity=perplexity)
 
@@ -103,6 +103,7 @@ def _refuse_unequal(measured: str, name: str, in_a: object, in_b: object) -> Non
 def _task_difference(
     name: str, a: TaskResult, b: TaskResult, draws: int, generator: np.random.Generator
 ) -> tuple[Difference, np.ndarray]:
+    """Return a task's difference, and [draws] the difference in each draw of documents."""
     _refuse_unequal(name, "the metric", a.metric, b.metric)
     _refuse_unequal(name, "the number of documents", len(a.documents), len(b.documents))
     for left, right in zip(a.documents, b.documents, strict=True):
@@ -111,11 +112,11 @@ def _task_difference(
                 f"{name}: document {left['doc_id']} of A is another one in B; evaluate both with the same --requests, "
                 "--limit and files"
             )
-    sums = [np.array([(one["score"], one.get("weight", 1.0)) for one in task.documents]) for task in (a, b)]
-    drawn = resampled_sums(np.concatenate(sums, axis=1), draws, generator)
-    differences = _quotient(drawn[:, 2:]) - _quotient(drawn[:, :2])
-    values = [float(_quotient(rows.sum(0))) for rows in sums]
-    return _difference(name, a.metric, values, differences, len(a.documents)), differences
+    features = [np.array([(one["score"], one.get("weight", 1.0)) for one in task.documents]) for task in (a, b)]
+    sums = resampled_sums(np.concatenate(features, axis=1), draws, generator)
+    drawn = _quotient(sums[:, 2:]) - _quotient(sums[:, :2])
+    values = [float(_quotient(rows.sum(0))) for rows in features]
+    return _difference(name, a.metric, values, drawn, len(a.documents)), drawn
 
 
 def _difference(
@@ -136,25 +137,26 @@ def _difference(
 
 
 def resampled_sums(features_nf: np.ndarray, draws: int, generator: np.random.Generator) -> np.ndarray:
-    """Return [draws, f]: the sums of features [n, f] over n documents that are drawn from the n with replacement.
+    """Draw n of n documents with replacement, `draws` times; return each draw's sums of features [n, f]: [draws, f].
 
-    How often each kind of equal documents is drawn is multinomial, so that few kinds cost the same for any n.
+    Documents with equal features are one kind. How often each kind is drawn has a multinomial distribution, so that
+    the cost does not depend on n if there are few kinds.
     """
     n = len(features_nf)
     kinds, counts = np.unique(features_nf, axis=0, return_counts=True)
-    if len(kinds) <= KINDS:
+    if len(kinds) <= MOST_KINDS:
         return generator.multinomial(n, counts / n, size=draws) @ kinds
     return np.array([features_nf[generator.integers(n, size=n)].sum(axis=0) for _ in range(draws)])
 
 
 def _quotient(sums: np.ndarray) -> np.ndarray:
-    """Divide, [..., 2] to [...]; 0, as is the custom for F1, where there is nothing to divide by."""
+    """Divide scores by weights, [..., 2] -> [...]; 0 where the weight is 0, as is usual for F1."""
     scores, weights = sums[..., 0], sums[..., 1]
     return np.divide(scores, weights, out=np.zeros_like(scores), where=weights > 0)
 
 
 def comparison_lines(comparison: Comparison) -> Iterator[str]:
-    """Yield the tables."""
+    """Yield the lines of the tables that show a comparison."""
     yield f"A: {comparison.a}"
     yield f"B: {comparison.b}"
     if comparison.tasks:

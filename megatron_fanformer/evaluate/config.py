@@ -1,4 +1,4 @@
-"""The section `evaluation` of a run's configuration, and the request that the options of `evaluate` make."""
+"""The section `evaluation` of a run's configuration, and the evaluation that the options of `evaluate` request."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ SETS: dict[Group, tuple[str, ...]] = {
 }
 """The sets of the paper's groups, by OLMo's names."""
 SET_FILES: dict[Group, str] = {"v2-small": "v2_small_gptneox20b/{}/val.npy", "v3-small": "v3_small_gptneox20b/{}/val"}
-"""Files of a group's sets, by OLMo's URLs below eval-data/perplexity."""
+"""Paths of a group's sets, as in OLMo's URLs below eval-data/perplexity."""
 
 
 def set_name(group: Group, name: str) -> str:
@@ -51,18 +51,18 @@ class PerplexityConfig:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether it names no set."""
+        """Return whether the configuration names no set."""
         return not (self.sets or self.groups)
 
     @property
     def paths(self) -> dict[str, list[str]]:
-        """Return the paths of every set by its name, those of the groups first."""
-        of_groups = {
+        """Return the paths of every set by the set's name, those of the groups first."""
+        group_paths = {
             set_name(group, name): [f"{self.folder}/{SET_FILES[group].format(name)}"]
             for group in self.groups
             for name in SETS[group]
         }
-        return of_groups | self.sets
+        return group_paths | self.sets
 
     def problems(self) -> list[str]:
         """Return the rules of single fields that this configuration breaks, one line each; no file is looked for."""
@@ -129,11 +129,11 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRequest:
-    """The options of `evaluate` that measure, checked without a model."""
+    """An evaluation that the options of `evaluate` request, checked without a model."""
 
     options: EvaluateOptions
     checkpoints: tuple[Path, ...]
     """Checkpoints to evaluate, each once, in the order of the table."""
     evaluation: EvaluationConfig
-    """Tasks and sets to evaluate on; `tasks` may have generation tasks, and is empty for all of the request file."""
+    """Tasks and sets to evaluate on. `tasks` may have generation tasks; empty: all tasks of the request file."""
     layout: Layout

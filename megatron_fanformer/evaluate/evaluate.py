@@ -116,7 +116,7 @@ def _run(request: EvaluationRequest, jobs: "Jobs", grid: "RankGrid") -> None:
         with phases("reading") if grid.is_main else nullcontext(lambda *_: None) as log:
             for result in evaluate_jobs(request, jobs, grid, log=log):
                 results.append(result)
-                if grid.is_main and request.options.output is not None:  # now: whatever ends the next one
+                if grid.is_main and request.options.output is not None:  # at once: the next checkpoint may fail
                     write_results(request.options.output, results[0] if len(results) == 1 else results)
     finally:
         if grid.is_main and results:
@@ -146,22 +146,18 @@ def _prepare(options: EvaluateOptions, file: Path) -> None:
 
 
 def read_request(options: EvaluateOptions, *, world_size: int | None = None) -> EvaluationRequest:
-    """Return the request that the options state, checked before torch is imported.
+    """Return the evaluation that the options request, checked before torch is imported.
 
     Args:
-        world_size: ranks that a launcher started; None where they are yet to be started here.
+        world_size: the number of ranks that a launcher started; None if this process is to start the ranks.
 
     Raises:
-        InputError: every problem, one line each.
+        InputError: the options have problems; the message has all of them, one line each.
         CorruptError: the configuration of a checkpoint or an export cannot be read.
     """
     problems = file_problems(output=options.output)
-    checkpoints = [
-        checkpoint
-        for name in options.checkpoints
-        for path in _checkpoints(name)
-        if (checkpoint := collect_problems(problems, partial(_checkpoint, path)))
-    ]
+    paths = [path for name in options.checkpoints for path in _expand_checkpoints(name)]
+    checkpoints = filter(None, [collect_problems(problems, partial(_find_checkpoint, path)) for path in paths])
     evaluation = _evaluation(options, problems)
     layout = collect_problems(problems, lambda: _layout(options.layout, world_size))
     if not options.checkpoints:
@@ -175,20 +171,20 @@ def read_request(options: EvaluateOptions, *, world_size: int | None = None) -> 
     )
 
 
-def _checkpoints(name: str) -> list[str]:
-    """Return all checkpoints of a run for the folder of them."""
+def _expand_checkpoints(name: str) -> list[str]:
+    """Return the paths of all checkpoints in a run's folder `checkpoints`; any other name stands for itself."""
     path = Path(name)
     if path.name != run_folder.CHECKPOINTS or not path.is_dir() or run_folder.is_checkpoint(path):
         return [name]
     return list(map(str, run_folder.complete_checkpoints(path.parent))) or [name]
 
 
-def _checkpoint(path: str) -> Path:
+def _find_checkpoint(path: str) -> Path:
     return find_checkpoint(on_this_machine(path), RUNNABLE)
 
 
 def _evaluation(options: EvaluateOptions, problems: list[str]) -> EvaluationConfig:
-    """Return the tasks and sets to measure; add problems under the names of the options."""
+    """Return the tasks and sets to evaluate on; append problems, which name the options."""
     sets: dict[str, list[str]] = {}
     groups = []
     for item in options.perplexity:
@@ -213,21 +209,21 @@ def _evaluation(options: EvaluateOptions, problems: list[str]) -> EvaluationConf
         limit=options.limit,
         perplexity=perplexity,
     )
-    # a run's configuration may not name generation tasks, nor limit tasks without a request file
-    broken = replace(evaluation, tasks=[], limit=None).problems()
-    problems += map(as_options, broken or set_problems(perplexity))
+    # Without tasks and limit: here, unlike in a run's configuration, both may be set without a request file.
+    field_problems = replace(evaluation, tasks=[], limit=None).problems()
+    problems += map(as_options, field_problems or set_problems(perplexity))
     return evaluation
 
 
 def _task_names(options: EvaluateOptions) -> list[str]:
-    """Return the tasks of a request file by name; where they are to be prepared, look for them alone."""
+    """Return the names of the request file's tasks; without a request file check that tasks exist, and return none."""
     if options.requests is None:
         find_tasks(options.tasks)
         return []
     if files := [name for name in options.tasks if is_own(name)]:
         raise InputError(
-            f"--tasks {' '.join(files)} is prepared, and --requests has been; leave that out, or name a task of it as "
-            f"{OWN}{Path(files[0]).stem}"
+            f"--tasks {' '.join(files)} is a file of questions, and --requests is prepared already; leave --requests "
+            f"out, or name a task of it as {OWN}{Path(files[0]).stem}"
         )
     return [task.name for task in resolve(options.tasks)]
 
@@ -238,7 +234,7 @@ FIELD = re.compile(r"(?<![\w./~-])evaluation\.(?:perplexity\.)?(sets\.|\w+)")  #
 
 
 def as_options(text: str) -> str:
-    """Return problems with the names of options in place of the fields that they set."""
+    """Replace the fields that problems name by the options that set them: evaluation.limit by --limit."""
     return FIELD.sub(lambda match: option_name(OPTIONS.get(match[1], match[1])), text)
 
 

@@ -1,6 +1,6 @@
-"""Tasks whose answers a model writes, greedily: GSM8K by its final number, HumanEval and MBPP by their tests.
+"""Tasks whose answers a model writes greedily: judges GSM8K by the final number, HumanEval and MBPP by their tests.
 
-A document is a dict of JSON's values, as `prepare.documents` makes it and a request file keeps it.
+A document is a dict of JSON values, as `prepare.documents` returns it and a request file stores it.
 """
 
 import re
@@ -19,14 +19,13 @@ from megatron_fanformer.generate.verb import SamplingConfig
 
 CODE = ("humaneval", "mbpp")
 """The tasks whose answers are programs."""
-BATCH_SIZE = 16  # texts written together, which does not change them
+BATCH_SIZE = 16  # answers that are written together; they do not depend on it
 # With thousands separated by commas; a minus after a digit is a subtraction. (GSM8K has answers "is - 10".)
 NUMBER = re.compile(r"(?:(?<=is )- |(?<!\d)-)?\d[\d,]*(?:\.\d+)?")
-NOT_OF_A_NUMBER = str.maketrans("", "", ", ")
 
 
 def text_problems(names: Sequence[str], options: EvaluateOptions, seq_length: int) -> list[str]:
-    """List why a model of sequences of that length cannot write the answers to tasks, or may not."""
+    """Return the reasons why a model for `seq_length` tokens cannot write answers, or may not run them as programs."""
     problems = [
         f"{name} runs programs that the model writes, in no sandbox; allow it in a container with "
         f"--allow-code-execution, or leave {name} out"
@@ -50,46 +49,46 @@ def evaluate(
     *,
     log: Callable[[str], None] = lambda line: None,
 ) -> TaskResult:
-    """Continue each document's `prompt` to its `stop` strings, and judge the texts.
+    """Continue each document's `prompt` up to a `stop` string, and judge the answers.
 
-    A prompt without room loses its beginning.
+    A prompt that leaves no room for the answer loses its beginning.
 
     Args:
-        options: without `text_problems`.
-        log: called with its progress.
+        options: options that passed `text_problems`.
+        log: called with the progress.
 
     Raises:
         DivergenceError: the model's logits are not finite.
     """
     longest = model.config.seq_length
     prompts = tokenizer.encode_batch([document["prompt"] for document in documents])
-    texts, cut = [], 0
+    answers, num_cut = [], 0
     for document, ids in zip(documents, prompts, strict=True):
         new_tokens = options.max_new_tokens or min(document["max_new_tokens"], longest // 2)
-        kept = (ids or [tokenizer.eod_id])[new_tokens - longest :]
-        cut += len(kept) < len(ids)
-        texts.append(Continuation(tokenizer, kept, SamplingConfig(), max_new_tokens=new_tokens, stop=document["stop"]))
-    continue_all(model, texts, BATCH_SIZE, lambda ended: log(f"{ended:,} of {len(texts):,} texts"))
-    written = [text.text for text in texts]
-    verdicts = (_run_programs if name in CODE else _compare_numbers)(documents, written)
-    judged = [
-        {"doc_id": document["doc_id"], "text": text.text, "tokens": len(text.ids), "ended_by": text.ended_by, **verdict}
-        for document, text, verdict in zip(documents, texts, verdicts, strict=True)
+        context = (ids or [tokenizer.eod_id])[new_tokens - longest :]
+        num_cut += len(context) < len(ids)
+        stop = document["stop"]
+        answers.append(Continuation(tokenizer, context, SamplingConfig(), max_new_tokens=new_tokens, stop=stop))
+    continue_all(model, answers, BATCH_SIZE, lambda ended: log(f"{ended:,} of {len(answers):,} texts"))
+    judge = _run_programs if name in CODE else _compare_numbers
+    verdicts = judge(documents, [answer.text for answer in answers])
+    results = [
+        {"doc_id": document["doc_id"], "text": one.text, "tokens": len(one.ids), "ended_by": one.ended_by, **verdict}
+        for document, one, verdict in zip(documents, answers, verdicts, strict=True)
     ]
     metric = TASKS[name].metric
-    return TaskResult(
-        metric=metric, metrics={metric: mean_value([one["score"] for one in judged])}, documents=judged, cut=cut
-    )
+    value = mean_value([result["score"] for result in results])
+    return TaskResult(metric=metric, metrics={metric: value}, documents=results, cut=num_cut)
 
 
 def final_number(text: str) -> Decimal | None:
     """Return the last number of a text; None if it has none."""
     numbers = NUMBER.findall(text)
-    return Decimal(numbers[-1].translate(NOT_OF_A_NUMBER)) if numbers else None
+    return Decimal(numbers[-1].replace(",", "").replace(" ", "")) if numbers else None
 
 
 def _compare_numbers(documents: Sequence[dict[str, Any]], texts: Sequence[str]) -> list[dict[str, Any]]:
-    """Judge by the last number of each text, which must be the answer's, as a number: 18.00 is 18."""
+    """Return verdicts: a text is right if its last number equals the last number of the answer (18.00 equals 18)."""
     verdicts = []
     for document, text in zip(documents, texts, strict=True):
         number = final_number(text)
@@ -100,7 +99,7 @@ def _compare_numbers(documents: Sequence[dict[str, Any]], texts: Sequence[str]) 
 
 
 def program(document: dict[str, Any], text: str) -> Program:
-    """Return a text as a program, behind the head that the model was given, with the document's tests."""
+    """Join the code that the prompt ends with (`head`) and the model's text to a program, with the document's tests."""
     return Program(f"{document['head']}{text}\n", document["tests"])
 
 

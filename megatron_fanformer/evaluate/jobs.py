@@ -1,4 +1,4 @@
-"""Checkpoints to evaluate: find and check all of them without reading weights, then build and score each."""
+"""The checkpoints of one evaluation: finds and checks all of them without reading weights, then scores one by one."""
 
 import math
 from collections.abc import Iterator
@@ -30,8 +30,6 @@ from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.terminal import Report
 
-VERSIONED = ("torch", "megatron-core", "numpy")
-
 
 @dataclass(kw_only=True)
 class EvaluationJob:
@@ -52,19 +50,19 @@ class Jobs:
     texts: dict[str, list[dict[str, Any]]]
     """The documents of generation tasks, by task."""
     requests: str | None
-    """SHA-256 of the request file."""
+    """SHA-256 of the request file; None if there is none."""
 
 
 # -- before weights are read
 
 
 def find_jobs(request: EvaluationRequest) -> Jobs:
-    """Find the models, their tasks and sets, in one process for all ranks; prepare tasks without a request file.
+    """Find the models, tasks and sets, in one process for all ranks; without a request file, prepare the tasks.
 
     Raises:
-        InputError: a model cannot be laid out so, was trained with another tokenizer, or a set is not of its
-            vocabulary; a task is not in the request file, may not be run, or leaves no room for its prompts: every
-            problem, one line each.
+        InputError: a model does not fit the layout, the tokenizer of the requests or the vocabulary of a set; or a task
+            is missing in the request file, is not allowed to run programs, or leaves no room for prompts. The message
+            has all problems, one line each.
         CorruptError: a checkpoint's configuration, the request file or token files are damaged.
     """
     problems: list[str] = []
@@ -92,7 +90,7 @@ def find_jobs(request: EvaluationRequest) -> Jobs:
             f"{', '.join(texts)}: a model writes its answers in one process; leave them out, or run in one (without "
             "--layout and torchrun)"
         )
-    surveys: dict[Any, EvaluationSurvey | None] = {}  # checkpoints of a run share one, though each has a tokenizer
+    surveys: dict[Any, EvaluationSurvey | None] = {}  # checkpoints of one run share a survey
     for job in jobs:
         source, config, tokenizer = job.source, job.source.config, job.tokenizer
         key = (config.seq_length, config.vocab_size, source.end_of_text_id, job.tokenizer_sha256)
@@ -101,7 +99,7 @@ def find_jobs(request: EvaluationRequest) -> Jobs:
                 encoder = load_tokenizer(tokenizer, eod_id=source.end_of_text_id)
                 collect_problems(problems, partial(source.refuse_larger, encoder))
                 problems += generation_tasks.text_problems(list(texts), options, config.seq_length)
-                if evaluation.requests is None:  # else the survey checks it
+                if evaluation.requests is None:  # otherwise the survey checks the tokenizer
                     collect_problems(problems, partial(file.refuse_other_tokenizer, tokenizer_file(tokenizer)))
             survey = partial(
                 survey_evaluation,
@@ -120,10 +118,10 @@ def find_jobs(request: EvaluationRequest) -> Jobs:
 
 
 def _request_file(request: EvaluationRequest, jobs: list[EvaluationJob]) -> RequestFile | None:
-    """Return the request file that is named, or that of the tasks: from the cache, or prepared now.
+    """Return the file of --requests, or that of --tasks, from the cache or prepared now; None without both.
 
-    It is for the tokenizer and the end of text of all checkpoints: that of --eod-id, or that stated next to the
-    weights, or the tokenizer's.
+    Prepared requests need one tokenizer and one end of text for all checkpoints. The end of text is that of --eod-id,
+    else the one stated next to the weights, else the tokenizer's.
     """
     options = request.options
     if options.requests is not None:
@@ -133,10 +131,10 @@ def _request_file(request: EvaluationRequest, jobs: list[EvaluationJob]) -> Requ
     tokenizers = {(job.tokenizer_sha256, job.source.end_of_text_id): job.tokenizer for job in jobs if job.tokenizer}
     ends = {(sha256, load_tokenizer(path, eod_id=end).eod_id): path for (sha256, end), path in tokenizers.items()}
     if len(ends) > 1:
-        named = ", ".join(f"{path} with end of text {eod_id}" for (_, eod_id), path in ends.items())
+        descriptions = ", ".join(f"{path} with end of text {eod_id}" for (_, eod_id), path in ends.items())
         raise InputError(
-            f"the checkpoints have {len(ends)} tokenizers ({named}), requests are of one; evaluate those of each by "
-            "itself"
+            f"the checkpoints have {len(ends)} tokenizers ({descriptions}), but requests are made with one; evaluate "
+            "the checkpoints of each tokenizer by themselves"
         )
     (((_, eod_id), tokenizer),) = ends.items()
     length = options.context_length or CONTEXT_LENGTH
@@ -149,10 +147,10 @@ def _request_file(request: EvaluationRequest, jobs: list[EvaluationJob]) -> Requ
 
 
 def evaluate_jobs(request: EvaluationRequest, jobs: Jobs, grid: RankGrid, *, log: Report) -> Iterator[Result]:
-    """Yield the result of each job, as soon as it is there, on every rank; each step is a collective call.
+    """Score one checkpoint after the other, and yield its result on every rank; each step is a collective call.
 
     Args:
-        log: called with the phase that begins.
+        log: called with the name of every phase when it begins.
 
     Raises:
         CorruptError: a checkpoint's weights or token files are damaged.
@@ -160,8 +158,8 @@ def evaluate_jobs(request: EvaluationRequest, jobs: Jobs, grid: RankGrid, *, log
     """
     options, config = request.options, request.evaluation.perplexity
     batch_tokens = options.batch_tokens
-    versions = {"megatron_fanformer": __version__} | {name: version(name) for name in VERSIONED}
-    seed_everything(0)  # megatron-core builds layers on a GPU from random states that must exist
+    versions = {name: version(name) for name in ("torch", "megatron-core", "numpy")}
+    seed_everything(0)  # megatron-core cannot build layers on a GPU before its random states are seeded
     shape: tuple[Any, ...] = ()
     stages: list[Any] = []
     for job in jobs.jobs:
@@ -170,8 +168,8 @@ def evaluate_jobs(request: EvaluationRequest, jobs: Jobs, grid: RankGrid, *, log
         dtype = source.dtype if grid.device == "cuda" else torch.float32
         if options.dtype != "auto":
             dtype = torch_dtype(options.dtype)
-        if shape != (source.config, dtype):  # models of one shape are built once
-            stages.clear()  # before the next ones are made
+        if shape != (source.config, dtype):  # checkpoints of one model share the stages
+            stages.clear()  # frees their memory before the next stages are built
             shape = (source.config, dtype)
             parallel, kernels = request.layout.parallel, request.layout.kernels
             stages = build_stages(source.config, parallel, grid, dtype=dtype, seed=None, kernels=kernels)
@@ -185,7 +183,7 @@ def evaluate_jobs(request: EvaluationRequest, jobs: Jobs, grid: RankGrid, *, log
         scores = scores_of_tasks(stages, job.survey.tasks, grid, batch_tokens=batch_tokens, every_metric=True)
         tasks = {name: choice_result(task, scores[name]) for name, task in job.survey.tasks.items()}
         if jobs.texts:
-            assert job.tokenizer is not None  # find_jobs has seen to it
+            assert job.tokenizer is not None  # find_jobs requires one for tasks
             model = TrainedModel(stages[0], source.config, grid.torch_device)
             tokenizer = load_tokenizer(job.tokenizer, eod_id=source.end_of_text_id)
         for name, documents in jobs.texts.items():
@@ -194,7 +192,7 @@ def evaluate_jobs(request: EvaluationRequest, jobs: Jobs, grid: RankGrid, *, log
         yield Result(
             checkpoint=str(path),
             step=run_folder.step_of(path),
-            versions=versions,
+            versions={"megatron_fanformer": __version__, **versions},
             tokenizer=job.tokenizer_sha256,
             settings=Settings(
                 chunk_tokens=config.chunk_tokens or source.config.seq_length,

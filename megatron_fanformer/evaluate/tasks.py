@@ -123,8 +123,8 @@ class Task:
         return self.metric in GENERATED
 
 
-def _expanded(text: str) -> Iterator[str]:
-    """Yield the names in a text, with every value of a name's braces."""
+def _expand(text: str) -> Iterator[str]:
+    """Yield the names in a text; a name with braces gives one name for every value of the braces."""
     values = {"{subject}": SUBJECTS, "{field}": ALGEBRA_TO_CALCULUS, "{language}": LANGUAGES, "{skill}": SKILLS}
     for name in text.split():
         braces = next((braces for braces in values if braces in name), None)
@@ -135,12 +135,12 @@ TASKS: Mapping[str, Task] = {
     name: Task(name=name, metric=metric)
     for by_metric in (OLMO, OLMES, GENERATED)
     for metric, names in by_metric.items()
-    for name in _expanded(names)
+    for name in _expand(names)
 }
 """Every task by its name."""
 
 
-def _meant(name: str) -> str:
+def _suggestion(name: str) -> str:
     if is_own(name):
         return f"prepare a file of questions with `evaluate --prepare`, and name its task here as {OWN}NAME"
     return did_you_mean(name, [*GROUPS, *TASKS], f"the groups are {', '.join(GROUPS)}")
@@ -152,14 +152,15 @@ def is_own(name: str) -> bool:
 
 
 def resolve(names: Sequence[str]) -> list[Task]:
-    """Return the tasks of names and groups, each once, in the order named; a task of one's own by its name in the
-    request file, which alone knows whether there is one.
+    """Return the tasks of names and groups, each once, in the stated order.
+
+    A name `own:NAME` is not checked: only the request file shows whether the task exists.
 
     Raises:
-        InputError: a name is neither; one line for each, with similar names.
+        InputError: a name is no task and no group; one line for each such name, with similar names.
     """
     unknown = [name for name in names if name not in GROUPS and name not in TASKS and not name.startswith(OWN)]
     if unknown:
-        raise InputError("\n".join(f"unknown task {name:.80}; {_meant(name)}" for name in unknown))
-    expanded = (task for name in names for task in (_expanded(GROUPS[name]) if name in GROUPS else [name]))
+        raise InputError("\n".join(f"unknown task {name:.80}; {_suggestion(name)}" for name in unknown))
+    expanded = (task for name in names for task in (_expand(GROUPS[name]) if name in GROUPS else [name]))
     return [TASKS.get(name) or Task(name=name, metric="acc") for name in dict.fromkeys(expanded)]

@@ -171,7 +171,7 @@ def test_tasks_without_requests_are_prepared_once(
     assert list(json.loads(output.read_text())["tasks"]) == ["own:q"]
     capsys.readouterr()
     assert evaluate(made.export, "--requests", kept, "--tasks", file) == 2
-    assert f"--tasks {file} is prepared, and --requests has been" in capsys.readouterr().err
+    assert f"--tasks {file} is a file of questions, and --requests is prepared already" in capsys.readouterr().err
     file.write_text("[]")
     assert evaluate(*task) == 2
     assert capsys.readouterr().err.count("q.jsonl:1: it is no question") == 1

@@ -112,6 +112,6 @@ def test_a_long_request_loses_the_beginning_of_its_context():
 def test_tasks_that_are_not_there_and_another_tokenizer_are_refused(file, small_tokenizer_file, tmp_path):
     read = read_requests(file)
     with pytest.raises(InputError, match=re.escape("has no requests of sst2, but of made_up, other; write it again")):
-        read.selected(["other", "sst2"])
+        read.select(["other", "sst2"])
     with pytest.raises(InputError, match="made with another tokenizer"):
         read.refuse_other_tokenizer(small_tokenizer_file)
