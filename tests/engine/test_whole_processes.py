@@ -24,9 +24,8 @@ def test_a_run_has_the_engines_layers(tmp_path: Path) -> None:
         training={"train_iters": 2},
     )
     process = start_command("train", "--config", str(write_config(tmp_path / "run.yaml", values)), environment=STAND_IN)
-    output, errors = process.communicate()
+    _, errors = process.communicate()
     assert process.returncode == 0, errors
-    assert "stand-in" in output  # what runtime.device was chosen for
     resolved = yaml.safe_load((run / "config.yaml").read_text())
     assert resolved["kernels"]["transformer_impl"] == "transformer_engine"
     assert resolved["runtime"]["device"] == "cuda"

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_fanformer.runtime.rank_pool import RankPool
 from tests.gpu.making import BACKEND, needs_gpu
 from tests.parity.test_parity import compare, write_config
 
@@ -22,7 +23,8 @@ SHARING = ("tp=2", "tp=2,sp=true", "tp=2,sp=true,fan=sequence", "dp=2", "tp=2,dp
 
 def assert_same(folder: Path, layouts: tuple[str, ...], dtype: str, backend: str | None) -> None:
     file = write_config(folder, runtime={"device": "cuda", "distributed_backend": backend})
-    compare(None, file, *layouts, steps=5, dtype=dtype, device="cuda").check()
+    with RankPool("cuda", backend=backend) as pool:
+        compare(pool, file, *layouts, steps=5, dtype=dtype, device="cuda").check()
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

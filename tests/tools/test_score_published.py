@@ -43,6 +43,6 @@ def test_each_source_predicted_without_its_own_runs(score: Score) -> None:
     assert report["all"]["mean_error"] < 0.6 * report["all"]["mean_error_of_constant_utilization"]
     for kind, interval in report["intervals"].items():
         assert interval["within_stated"] >= 0.9, kind
-        # What is stated is what these errors give, in whole percent; and so for a source that it does not know.
-        assert interval["width"] <= interval["stated"] < interval["width"] + 0.011, kind
-        assert interval["within_others"] is None or interval["within_others"] >= 0.9, kind
+        assert interval["width"] <= interval["stated"] < interval["width"] + 0.011, kind  # in whole percent
+        # Of a source's runs, nine of ten are within the other sources' width; of 24 to 53 runs, within chance.
+        assert interval["within_others"] is None or interval["within_others"] >= 0.85, kind
