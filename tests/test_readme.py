@@ -25,7 +25,7 @@ def check(arguments: list[str]) -> None:
     verb, options = cli.read_command([EXAMPLE if word == READERS_OWN else word for word in arguments])
     match verb.name:
         case "train":
-            assert load_config(options.config, options.overrides).section_problems(leaving=("data",)) == []
+            assert load_config(options.config, options.overrides).section_problems(exclude=("data",)) == []
         case "parity":
             read_layouts(options)
         case "plan":

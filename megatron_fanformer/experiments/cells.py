@@ -246,7 +246,7 @@ def read_sweep(file: Path, *, needs_data: bool) -> Sweep:
 
 
 def _run_problems(config: RunConfig, *, needs_data: bool) -> list[str]:
-    if problems := config.section_problems(leaving=() if needs_data else ("data",)):
+    if problems := config.section_problems(exclude=() if needs_data else ("data",)):
         return problems
     if config.training.epochs is not None:
         return [

@@ -121,7 +121,7 @@ def _started_pool(config: ParityConfig, run: RunConfig, named: dict[str, Layout]
                 run.model,
                 layout.parallel,
                 layout.kernels,
-                with_engine=has_engine(layout.kernels),
+                uses_engine=has_engine(layout.kernels),
                 in_fp32=config.dtype == "fp32",
             ),
             *backend_problems(layout.parallel, layout.kernels, backend, device),

@@ -64,7 +64,7 @@ def read_request(options: PlanOptions) -> PlanRequest:
         InputError: something of it is wrong; every problem, one line each.
     """
     machine, config = load_machine(options.gpu), load_config(options.config, options.overrides)
-    if problems := config.section_problems(leaving=("data", "parallel")):
+    if problems := config.section_problems(exclude=("data", "parallel")):
         raise InputError("\n".join(problems))
     asked = _with_length(config, options.tokens)
     named = [(text, for_machine(laid_out(asked, text), machine)) for text in options.layouts]

@@ -111,9 +111,9 @@ def problems(config: RunConfig, gpus: int) -> list[str]:
 
 def problems_of_layout(config: RunConfig) -> list[str]:
     """List those of them that hold for any batch, where each field is valid by itself."""
-    with_engine, in_fp32 = config.kernels.transformer_impl == "transformer_engine", config.precision.dtype == "fp32"
+    uses_engine, in_fp32 = config.kernels.transformer_impl == "transformer_engine", config.precision.dtype == "fp32"
     sections = (config.model, config.parallel, config.kernels)
-    return [*config.problems_of_layout(), *layer_problems(*sections, with_engine=with_engine, in_fp32=in_fp32)]
+    return [*config.problems_of_layout(), *layer_problems(*sections, uses_engine=uses_engine, in_fp32=in_fp32)]
 
 
 def job_of(config: RunConfig, gpus: int) -> Job:

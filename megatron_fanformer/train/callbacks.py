@@ -1,6 +1,6 @@
-"""The callbacks of a training step: metrics of steps, weights and sources, the search for a slow rank, garbage.
+"""The callbacks of a training step: its metrics, the tokens of each source, slow ranks, and garbage collection.
 
-`Trainer.take_step` calls them in the order of its list; `PhaseHealth` is another one.
+`Trainer` has a list of them and calls them in its order. `PhaseHealth` is a callback, too.
 """
 
 import gc
@@ -34,20 +34,20 @@ from megatron_fanformer.train.samples import consumed_before
 from megatron_fanformer.train.step import StepResult
 
 GARBAGE_INTERVAL = 100  # steps
-Seen = dict[str, dict[str, float]]  # `tokens` and `epochs` of each source, by its path
-STRAGGLER_FACTOR = 1.4  # of the median of its stage, beyond which the slowest rank is named
+SourceTotals = dict[str, dict[str, float]]  # `tokens` and `epochs` of each source so far, by its path
+STRAGGLER_FACTOR = 1.4  # the slowest rank is reported if it takes more than this times the median of its stage
 
 logger = logging.getLogger(__name__)
 
 
 class Callback:
-    """Work around training steps; every rank has one, and all make the same calls, of which many are collective."""
+    """Work around training steps. All ranks make the same calls in the same order, because many are collective."""
 
     def begin_step(self, step: int) -> None:
-        """Do the work that is due before a step is computed or skipped."""
+        """Prepare for a step, before it is computed or skipped."""
 
     def around_attempt(self, step: int) -> AbstractContextManager[None]:
-        """Return the context in which a step is computed, each time that it is."""
+        """Return a context for the computation of a step; it is entered anew if the step is computed again."""
         return nullcontext()
 
     def after_step(self, step: int, *, is_skipped: bool) -> dict[str, Any]:
@@ -56,29 +56,29 @@ class Callback:
 
 
 def is_due(step: int, interval: int | None) -> bool:
-    """Return whether a step is a multiple of an interval; None: never."""
+    """Return whether a step is a multiple of an interval; None means never."""
     return interval is not None and step % interval == 0
 
 
 class StepMetrics(Callback):
-    """The metrics of every step, and at intervals those that read every weight.
+    """Computes the metrics of every step, and at intervals the norm of the weights and the peak memory.
 
     Args:
-        config: with the fields filled in that were left to the machine.
+        config: the configuration with all fields resolved for this machine.
     """
 
     def __init__(self, config: RunConfig, grid: RankGrid, optimizer: Any) -> None:
-        # Within documents the number of attention scores depends on lengths that are not counted: take the least, each
-        # token with itself, so that the metrics never claim more than was computed.
-        shortest = 1 if config.data.reset_attention_mask else None
-        self._flops_per_token = training_flops_per_token(config.model, shortest)
+        # With attention within documents, the number of scores depends on the documents' lengths, which are not
+        # counted. Assume the least, a document per token, so that the metrics never claim more than was computed.
+        context_length = 1 if config.data.reset_attention_mask else None
+        self._flops_per_token = training_flops_per_token(config.model, context_length)
         self._peak_flops_per_second = peak_flops_per_second(config, grid)
         self._config, self._grid, self._optimizer = config, grid, optimizer
 
-    def of_step(
+    def compute(
         self, result: StepResult, *, seconds: float, learning_rate: float, consumed_tokens: int
     ) -> dict[str, Any]:
-        """Return the metrics of a step that was taken."""
+        """Return the metrics of a step that has updated the weights."""
         tokens_per_second = result.tokens / seconds
         flops_per_second = tokens_per_second * self._flops_per_token
         metrics = {
@@ -97,20 +97,20 @@ class StepMetrics(Callback):
         return metrics
 
     def after_step(self, step: int, *, is_skipped: bool) -> dict[str, Any]:
-        """Return the norm of the weights, and the most memory that any rank has held so far."""
+        """Return the norm of the weights and the largest peak memory of all ranks, every `norm_interval` steps."""
         if is_skipped or not is_due(step, self._config.logging.norm_interval):
             return {}
         if self._grid.device == "cuda":
-            held = torch.cuda.max_memory_allocated()
+            peak_bytes = torch.cuda.max_memory_allocated()
         else:
-            held = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        largest = torch.tensor(held, dtype=torch.int64, device=self._grid.torch_device)
+            peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        largest = torch.tensor(peak_bytes, dtype=torch.int64, device=self._grid.torch_device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return {"params_norm": weight_norm(self._optimizer), "peak_memory_bytes": int(largest)}
 
 
 def peak_flops_per_second(config: RunConfig, grid: RankGrid) -> float | None:
-    """Return the peak rate of the run's chips in the format of its products, by the data sheet; None if unknown."""
+    """Return the peak rate of all chips of the run in its number format, by the data sheet; None if unknown."""
     if grid.device != "cuda" or (chip := machine_of_device(torch.cuda.get_device_name())) is None:
         return None
     number_format = "fp8" if config.precision.fp8 else config.precision.dtype
@@ -119,36 +119,37 @@ def peak_flops_per_second(config: RunConfig, grid: RankGrid) -> float | None:
 
 
 class Stragglers(Callback):
-    """Finds the rank whose forward and backward take longest: the others wait for it.
+    """Finds the rank with the longest forward and backward passes: all others wait for it.
 
-    Measured from the start of a step to the moment at which gradients are summed over the replicas, on a GPU by events
-    of its stream. Ranks of one replica wait for one another in every layer, so that they take about as long.
+    The time runs from the start of a step until the gradients are summed over the replicas; a GPU is timed by events of
+    its stream. Ranks of one replica wait for each other in every layer, so their times are about equal.
 
     Args:
-        stages: this rank's chunks, by `wrap_stages`.
-        interval: steps from one report to the next; None: nothing is measured.
+        stages: the result of `wrap_stages`.
+        interval: steps between reports; None: measure nothing.
     """
 
     def __init__(self, stages: list[Any], grid: RankGrid, *, interval: int | None) -> None:
         self._grid = grid
         self._interval = interval if grid.world_size > 1 else None
         self._began: Any = None
-        self._spans: list[tuple[Any, Any]] = []  # when each step began and had its gradients
+        self._spans: list[tuple[Any, Any]] = []  # the start and the end of each step's computation
         config = stages[0].config
         finalize = config.finalize_model_grads_func
 
-        def finalize_and_note(*args: Any, **named: Any) -> Any:
+        def note_time_and_finalize(*args: Any, **named: Any) -> Any:
             self._spans.append((self._began, self._now()))
             return finalize(*args, **named)
 
         if self._interval is not None:
-            config.finalize_model_grads_func = finalize_and_note
+            config.finalize_model_grads_func = note_time_and_finalize
 
     def begin_step(self, step: int) -> None:
-        """Note that a step begins."""
+        """Note the time at which a step begins."""
         self._began = self._now()
 
     def _now(self) -> Any:
+        """Return the time in seconds on a CPU, a recorded event on a GPU."""
         if self._grid.device == "cpu":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -156,18 +157,19 @@ class Stragglers(Callback):
         return event
 
     def after_step(self, step: int, *, is_skipped: bool) -> dict[str, Any]:
-        """Return the times of the steps since the last report, if one is due."""
-        if self._interval is None or step % self._interval:
+        """If a report is due, return the median and the longest of the ranks' times since the last, and warn of it."""
+        if not is_due(step, self._interval):
             return {}
         on_cpu = self._grid.device == "cpu"
         seconds = [end - began if on_cpu else began.elapsed_time(end) / 1000 for began, end in self._spans]
         self._spans.clear()
-        numbers = torch.empty(self._grid.world_size, dtype=torch.float64, device=self._grid.torch_device)
-        dist.all_gather_into_tensor(numbers, numbers.new_tensor([statistics.median(seconds or [0.0])]))
-        times = numbers.tolist()
-        of_stage = len(times) // self._grid.groups.pp.size()  # stages have other work than one another
-        usual = [statistics.median_low(times[first : first + of_stage]) for first in range(0, len(times), of_stage)]
-        factors = [seconds / max(usual[rank // of_stage], 1e-9) for rank, seconds in enumerate(times)]
+        gathered = torch.empty(self._grid.world_size, dtype=torch.float64, device=self._grid.torch_device)
+        dist.all_gather_into_tensor(gathered, gathered.new_tensor([statistics.median(seconds or [0.0])]))
+        times = gathered.tolist()
+        # Stages differ in their work, so a rank is compared with the ranks of its own stage, which are consecutive.
+        ranks = len(times) // self._grid.groups.pp.size()
+        medians = [statistics.median_low(times[first : first + ranks]) for first in range(0, len(times), ranks)]
+        factors = [seconds / max(medians[rank // ranks], 1e-9) for rank, seconds in enumerate(times)]
         slowest = max(range(len(times)), key=factors.__getitem__)
         if factors[slowest] > STRAGGLER_FACTOR and self._grid.is_main:
             logger.warning(
@@ -179,14 +181,15 @@ class Stragglers(Callback):
         return {"work_seconds/median": median, "work_seconds/slowest": times[slowest], "slowest_rank": slowest}
 
 
-class SeenSources(Callback):
-    """Counts the samples of each source by the run's order, steps that were skipped left out; none of chats.
+class SourceCounter(Callback):
+    """Counts the tokens and epochs of each source that the run was trained on, except in fine-tuning on chats.
+
+    The counts follow from the order of samples. Samples of skipped steps do not count.
 
     Args:
-        data: of the run.
-        skipped: the steps so far whose samples were not trained on; it may grow.
-        step: the run's present one.
-        seen: the result of `after` at that step; None: unknown.
+        skipped_steps: the steps so far that were skipped; the caller may add more later.
+        step: the last step that the run has taken.
+        totals: the result of `totals_after` for that step; None: unknown, so counting restarts from 0.
     """
 
     def __init__(
@@ -194,77 +197,79 @@ class SeenSources(Callback):
         config: RunConfig,
         data: CheckedData,
         datasets: Datasets,
-        skipped: Collection[int],
+        skipped_steps: Collection[int],
         *,
         step: int = 0,
-        seen: Mapping[str, Mapping[str, float]] | None = None,
+        totals: Mapping[str, Mapping[str, float]] | None = None,
     ) -> None:
-        self._config, self._train, self._skipped = config, datasets.train, skipped
+        self._config, self._train, self._skipped_steps = config, datasets.train, skipped_steps
         self._names: list[str] = []
-        self._begins = {step: name for name, step in config.mix_steps().items()}
+        self._stage_starts = {step: name for name, step in config.mix_steps().items()}
         if config.data.is_chats:
             return
         counts = SampleCounts(data, config.model.seq_length)
-        epochs: dict[Source, float] = {}
-        # A mix of a run without stages may name a source twice, each of which draws from its beginning on.
-        twice = [] if config.data.stages else data.train.sources
-        drawn = [redacted(source.name) for source in twice]
+        epochs: dict[Source, float] = {}  # the samples in one epoch
         for mix in run_mixes(config, data):
             epoch_samples = counts.epoch_samples(config.data, mix.blend)
             epochs |= dict(zip(mix.blend.sources, epoch_samples, strict=True))
         self._names = [redacted(source.name) for source in epochs]
         numbers = {name: number for number, name in enumerate(self._names)}
-        self._drawn = [numbers[name] for name in drawn or self._names]
+        # Without stages, the dataset counts a source that the blend names twice as two sources: map both to one name.
+        dataset_sources = epochs if config.data.stages else data.train.sources
+        self._name_numbers = [numbers[redacted(source.name)] for source in dataset_sources]
         self._labels = source_labels(list(epochs))
         self._epoch_samples = np.array(list(epochs.values()))
-        self._step, known = (0, {}) if seen is None else (step, seen)
+        self._step, known = (0, {}) if totals is None else (step, totals)
         tokens = [known.get(name, {}).get("tokens", 0) for name in self._names]
         self._samples = np.array(tokens, np.int64) // config.model.seq_length
         self._former = {name: dict(counted) for name, counted in known.items() if name not in numbers}
 
     def begin_step(self, step: int) -> None:
-        """Log that a step is the first one of a stage."""
-        if step in self._begins:
-            logger.info("step %d  its samples and those after it are of data.stages, %r", step, self._begins[step])
+        """Log the name of the stage that begins with this step, if one does."""
+        if step in self._stage_starts:
+            stage = self._stage_starts[step]
+            logger.info("step %d  its samples and those after it are of data.stages, %r", step, stage)
 
-    def after(self, step: int) -> Seen:
-        """Return tokens and epochs of each source after a step; a collective call.
+    def totals_after(self, step: int) -> SourceTotals:
+        """Return the totals of each source after a step, sources of earlier configurations included; collective.
 
         Raises:
             CorruptError: the order of samples cannot be read.
         """
-        return on_main(lambda: {**self._after(step), **self._former}) if self._names else {}
+        return on_main(lambda: {**self._present_totals(step), **self._former}) if self._names else {}
 
     def after_step(self, step: int, *, is_skipped: bool) -> dict[str, Any]:
-        """Return the same as metrics on rank 0, every `logging.norm_interval` steps and after the last; else none."""
+        """Return the totals as metrics on rank 0, every `logging.norm_interval` steps and after the last step."""
         interval, is_last = self._config.logging.norm_interval, step >= self._config.training.steps
         if not self._names or interval is None or not is_main() or (step % interval and not is_last):
             return {}
-        numbers = zip(self._labels, self._after(step).values(), strict=True)
-        return {f"data/{label}/{what}": number for label, seen in numbers for what, number in seen.items()}
+        by_label = zip(self._labels, self._present_totals(step).values(), strict=True)
+        return {f"data/{label}/{unit}": total for label, totals in by_label for unit, total in totals.items()}
 
-    def _after(self, step: int) -> Seen:
-        self._samples += self._of_steps(self._step + 1, step)
-        for skipped in self._skipped:
+    def _present_totals(self, step: int) -> SourceTotals:
+        """Count the samples up to a step, and return the totals of the sources in this configuration."""
+        self._samples += self._count_samples(self._step + 1, step)
+        for skipped in self._skipped_steps:
             if self._step < skipped <= step:
-                self._samples -= self._of_steps(skipped, skipped)
+                self._samples -= self._count_samples(skipped, skipped)
         self._step = step
         tokens, epochs = self._samples * self._config.model.seq_length, self._samples / self._epoch_samples
-        numbers = zip(self._names, tokens.tolist(), epochs.tolist(), strict=True)
-        return {name: {"tokens": seen, "epochs": share} for name, seen, share in numbers}
+        totals = zip(self._names, tokens.tolist(), epochs.tolist(), strict=True)
+        return {name: {"tokens": token_total, "epochs": epoch_total} for name, token_total, epoch_total in totals}
 
-    def _of_steps(self, first: int, last: int) -> np.ndarray:
+    def _count_samples(self, first: int, last: int) -> np.ndarray:
+        """Return the number of samples of each source in the steps from `first` to `last`, [sources] int64."""
         begin, end = consumed_before(self._config, first), consumed_before(self._config, last + 1)
-        counts = source_counts(self._train, begin, end, len(self._drawn))
-        return np.bincount(self._drawn, counts, minlength=len(self._names)).astype(np.int64)
+        counts = source_counts(self._train, begin, end, len(self._name_numbers))
+        return np.bincount(self._name_numbers, counts, minlength=len(self._names)).astype(np.int64)
 
 
-class Garbage(Callback):
+class GarbageCollection(Callback):
     """Collects Python's garbage on all ranks at once, and gives freed memory back to the system."""
 
     def after_step(self, step: int, *, is_skipped: bool) -> dict[str, Any]:
-        """Collect, where it is due."""
-        if step % GARBAGE_INTERVAL == 0:
+        """Collect garbage every `GARBAGE_INTERVAL` steps."""
+        if is_due(step, GARBAGE_INTERVAL):
             gc.collect()
             devices.return_freed_memory()
         return {}

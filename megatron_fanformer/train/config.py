@@ -1,6 +1,6 @@
-"""RunConfig: the sections of a run's configuration joined, read from YAML and dotted overrides, and checked.
+"""RunConfig, the whole configuration of a run: its sections, how they are read and how they are checked.
 
-Every problem of a configuration is reported together, one line each, before anything is loaded.
+All problems of a configuration are reported together, one line each, before anything is loaded.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ from megatron_fanformer.checkpoint.run_folder import CheckpointConfig
 from megatron_fanformer.configuration import (
     build,
     describe_fields,
+    flatten,
     overlay,
     read_overrides,
     read_values,
@@ -48,13 +49,13 @@ from megatron_fanformer.train.optimizers import OptimizerConfig
 from megatron_fanformer.train.recovery import RecoveryConfig
 from megatron_fanformer.train.schedule import ScheduleConfig
 
-if TYPE_CHECKING:  # torch takes seconds to import, and a configuration is checked before
+if TYPE_CHECKING:  # torch takes seconds to import, and a configuration is checked before that
     import torch
 
 PRESET_KEY = "model.preset"
 FROM_CHECKPOINT = "from-checkpoint"
-OF_THE_RUN = ("seq_length", "rope_scaling")
-"""Fields of the model that a run may state beside `from-checkpoint`, or `checkpoint.load`: weights fit any length."""
+RUN_FIELDS = ("seq_length", "rope_scaling")
+"""Fields of the model that a run may set although it starts from a checkpoint: the weights fit any sequence length."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,13 +87,8 @@ class TrainingConfig:
     """Save and end (exit code 0) after the first step that ends at least this many minutes after the start."""
 
     @property
-    def length_field(self) -> str:
-        """The field that states the run's length; before `epochs` has become a number of steps."""
-        return "train_iters" if self.epochs is None else "epochs"
-
-    @property
     def steps(self) -> int:
-        """`train_iters`, where it is known: `epochs` has become a number of steps when a run starts."""
+        """Number of steps of the run: `train_iters`, once `preflight.with_steps` has converted `epochs`."""
         assert self.train_iters is not None, "training.epochs was not turned into steps"
         return self.train_iters
 
@@ -151,7 +147,7 @@ class RunConfig:
     """Loggers and the intervals of measurements."""
 
     def dtype(self, device: DeviceKind) -> "torch.dtype":
-        """Return the type of weights and activations; `auto` resolved for the device."""
+        """Return the type of weights and activations on a device, which decides what `auto` means."""
         from megatron_fanformer.model.config import torch_dtype
 
         if self.precision.dtype == "auto":
@@ -159,11 +155,15 @@ class RunConfig:
         return torch_dtype(self.precision.dtype)
 
     def num_micro_batches(self, data_parallel_size: int) -> int:
-        """Return micro batches of one replica in a step."""
+        """Return the number of micro batches that one replica computes in a step."""
         return self.training.global_batch_size // (self.training.micro_batch_size * data_parallel_size)
 
     def job(self, data_parallel_size: int, *, layers: Layers, on_cpu: bool) -> Job:
-        """Return a step as the input of the formulas, with no open field that they read."""
+        """Return a training step of this run as input for the formulas of `plan`.
+
+        Args:
+            layers: which implementation computes the layers.
+        """
         return Job(
             model=self.model,
             parallel=self.parallel,
@@ -180,24 +180,24 @@ class RunConfig:
 
     @property
     def batch_tokens(self) -> int:
-        """Tokens of a step's samples."""
+        """Number of tokens of a global batch."""
         return self.training.global_batch_size * self.model.seq_length
 
     def mix_steps(self) -> dict[str, int]:
-        """Return the step that each of `data.stages` begins with, in the order of the steps.
+        """Return the first step of each of `data.stages`, by name, in ascending order of the steps.
 
         Raises:
-            InputError: a name does not say.
+            InputError: the name of a stage states no first step.
         """
         steps = {name: first_step(name, batch_tokens=self.batch_tokens) for name in self.data.stages}
         return dict(sorted(steps.items(), key=itemgetter(1)))
 
     def run_shape(self, ranks: int, *, threads: int | None = None) -> RunShape:
-        """Return the facts that decide the environment of a process of this run (`runtime.environment`).
+        """Return the facts from which `runtime.environment` derives the environment variables of a process of the run.
 
         Args:
-            ranks: of the run.
-            threads: as in `RunShape`.
+            ranks: number of ranks of the run.
+            threads: threads of the process (`RunShape.threads`).
         """
         runtime, parallel = self.runtime, self.parallel
         return RunShape(
@@ -210,36 +210,31 @@ class RunConfig:
             threads=threads,
         )
 
-    @property
-    def evaluation_batch_tokens(self) -> int:
-        """About how many tokens a micro batch has on tasks and perplexity sets."""
-        return self.evaluation.batch_tokens or self.training.micro_batch_size * self.model.seq_length
-
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values, as config.yaml has them."""
+        """Return nested plain values, which config.yaml stores."""
         return dataclasses.asdict(self)
 
     def problems(self, data_parallel_size: int) -> list[str]:
-        """Return everything that is wrong with this configuration at that number of replicas, one line each."""
-        # Rules between sections make sense only where each is valid by itself.
+        """Return all problems of this configuration for a number of replicas, one line each."""
+        # Rules between sections make sense only if each section is valid by itself.
         return self.section_problems() or self.joint_problems(data_parallel_size)
 
-    def section_problems(self, *, leaving: Sequence[str] = ()) -> list[str]:
-        """Return the rules that a section breaks by itself, one line each.
+    def section_problems(self, *, exclude: Sequence[str] = ()) -> list[str]:
+        """Return the problems within single sections, one line each.
 
         Args:
-            leaving: sections to leave out, such as `data`, which looks at the token files.
+            exclude: names of sections not to check, such as `data`, whose check reads the token files.
         """
-        names = [section.name for section in dataclasses.fields(self) if section.name not in leaving]
+        names = [section.name for section in dataclasses.fields(self) if section.name not in exclude]
         sections = [getattr(self, name) for name in names]
         return [problem for section in sections if hasattr(section, "problems") for problem in section.problems()]
 
     def joint_problems(self, data_parallel_size: int) -> list[str]:
-        """Return the rules between sections that it breaks at that number of replicas, one line each."""
+        """Return the broken rules between sections for a number of replicas, one line each."""
         return [*self.problems_of_layout(), *self.problems_of_steps(data_parallel_size)]
 
     def problems_of_layout(self) -> list[str]:
-        """Return the rules between sections that it breaks and that hold for any batch, one line each."""
+        """Return the broken rules between sections that do not depend on the batch, one line each."""
         problems = [
             *layout_problems(self.model, self.parallel),
             *graph_problems(self.parallel, self.kernels),
@@ -250,17 +245,17 @@ class RunConfig:
             problems += document_problems(self.parallel, self.kernels)
         if self.kernels.cuda_graph_impl == "local" and not self.evaluation.is_empty:
             problems.append(
-                "kernels.cuda_graph_impl is local, whose graphs take micro batches of one shape, and the tasks and "
-                "perplexity sets of evaluation have others; set it to none, or have `evaluate` score the checkpoints"
+                "kernels.cuda_graph_impl is local, whose graphs take micro batches of one shape, but those of tasks "
+                "and perplexity sets differ in shape; set it to none, or have `evaluate` score the checkpoints"
             )
         return problems
 
     def problems_of_steps(self, data_parallel_size: int) -> list[str]:
-        """Return those of batches and of their number."""
+        """Return the broken rules on batches and the number of steps, one line each."""
         training, problems = self.training, []
         if training.epochs is not None and not self.data.is_chats:
             problems.append(
-                f"training.epochs is {training.epochs}, which counts conversations (data.format sft) alone; state "
+                f"training.epochs is {training.epochs}, which is only for conversations (data.format sft); set "
                 "training.train_iters"
             )
         if training.train_iters is not None:
@@ -275,7 +270,7 @@ class RunConfig:
 
 
 def print_on_stderr(notice: str) -> None:
-    """Print a notice where errors go."""
+    """Print a notice on stderr, after the program's name."""
     terminal.print_stderr(f"megatron-fanformer: {notice}")
 
 
@@ -285,60 +280,62 @@ def load_config(
     """Read a configuration file, apply `--section.field VALUE` overrides, and build the RunConfig.
 
     Args:
-        report: is called with one line about fields that have another name now.
+        report: is called with one line if the file or the overrides use earlier names of fields.
 
     Raises:
         InputError: the file cannot be read, a key is unknown, or a value has the wrong type.
     """
-    values, in_file = rename_moved_fields(read_values(file), MOVED_FIELDS)
-    given = read_overrides(overrides, advice=advice)
-    _report_moved([*in_file, *(name for name in given if name in MOVED_FIELDS)], report)
-    changes = {MOVED_FIELDS.get(name, name): value for name, value in given.items()}
-    return _built(overlay(values, {name: value for name, value in changes.items() if name}))
+    values, moved_in_file = rename_moved_fields(read_values(file), MOVED_FIELDS)
+    overridden = read_overrides(overrides, advice=advice)
+    _report_moved([*moved_in_file, *(name for name in overridden if name in MOVED_FIELDS)], report)
+    changes = {MOVED_FIELDS.get(name, name): value for name, value in overridden.items()}
+    return _build_config(overlay(values, {name: value for name, value in changes.items() if name}))
 
 
 def config_from_dict(values: dict[str, Any], *, report: Callable[[str], None] = print_on_stderr) -> RunConfig:
-    """Build the RunConfig from nested plain values, `model.preset` included.
+    """Build the RunConfig from nested plain values, which may contain `model.preset`.
 
     Raises:
         InputError: keys are unknown or missing, or values have a wrong type; one line each.
     """
     values, moved = rename_moved_fields(values, MOVED_FIELDS)
     _report_moved(moved, report)
-    return _built(values)
+    return _build_config(values)
 
 
 def _report_moved(names: list[str], report: Callable[[str], None]) -> None:
     if names:
-        now = ", ".join(f"{name} is now {MOVED_FIELDS[name] or 'gone'}" for name in dict.fromkeys(names))
-        report(f"{now}; use what is there now, since only this version still reads the earlier name")
+        changes = ", ".join(f"{name} is now {MOVED_FIELDS[name] or 'gone'}" for name in dict.fromkeys(names))
+        report(f"{changes}; change the configuration, since later versions will not read the earlier names")
 
 
-def _built(values: dict[str, Any]) -> RunConfig:
-    # YAML reads a section whose lines are all commented out as null: it has its defaults.
+def _build_config(values: dict[str, Any]) -> RunConfig:
+    # A section whose lines are all commented out is null in YAML; it gets its defaults.
     values = {name: value for name, value in values.items() if value is not None}
     data = values.get("data")
-    if isinstance(data, dict) and data.get("format") == "sft":  # conversations are kept apart unless it says otherwise
+    if isinstance(data, dict) and data.get("format") == "sft":  # attention stays within conversations by default
         values["data"] = {"reset_attention_mask": True, **data}
-    return build(with_preset(values), RunConfig, advice=advice)
+    return build(_expand_preset(values), RunConfig, advice=advice)
 
 
 def advice(name: str) -> str | None:
-    """Return the advice for a name that is not a field of RunConfig: Megatron-LM's, or one of another section."""
-    same = [field.name for field in describe_fields(RunConfig) if plain(field.name) == plain(name)]
-    if not same and (counterpart := COUNTERPARTS.get(plain(name))):
-        same = [str(counterpart)]
-    return f"did you mean {' or '.join(same)}?" if same else None
+    """Suggest fields for a name that RunConfig lacks: the same name in other sections, or Megatron-LM's counterpart."""
+    suggestions = [field.name for field in describe_fields(RunConfig) if plain(field.name) == plain(name)]
+    if not suggestions and (counterpart := COUNTERPARTS.get(plain(name))):
+        suggestions = [str(counterpart)]
+    return f"did you mean {' or '.join(suggestions)}?" if suggestions else None
 
 
 # -- presets
 
 
-def with_preset(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration's plain values with all of the model's in the place of `model.preset`.
+def _expand_preset(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration's plain values with `model.preset` replaced by the fields of that model.
+
+    Fields that `model` states beside the preset take precedence.
 
     Raises:
-        InputError: there is no such preset, no checkpoint, or one of another model than `model` states beside it.
+        InputError: the preset or the checkpoint does not exist, or a field is stated that the checkpoint decides.
         CorruptError: the checkpoint does not name its model.
     """
     model = values.get("model")
@@ -349,29 +346,30 @@ def with_preset(values: dict[str, Any]) -> dict[str, Any]:
         raise InputError(f"{PRESET_KEY} is {name}; it must be one of {', '.join((*PRESETS, FROM_CHECKPOINT))}")
     stated = {key: value for key, value in model.items() if key != "preset"}
     if name == FROM_CHECKPOINT:
-        checkpoint, shape = _checkpoint_and_model(values)
-        if extra := [key for key in stated if key not in OF_THE_RUN and hasattr(shape, key)]:
+        checkpoint, preset = _checkpoint_and_model(values)
+        if fixed := [key for key in stated if key not in RUN_FIELDS and hasattr(preset, key)]:
             raise InputError(
-                f"model.{extra[0]} is stated, but {PRESET_KEY} is {FROM_CHECKPOINT}, and {checkpoint} has its own; "
+                f"model.{fixed[0]} is stated, but {PRESET_KEY} is {FROM_CHECKPOINT}, and {checkpoint} has its own; "
                 "leave it out"
             )
     else:
-        shape = PRESETS[name]
-    merged = {**dataclasses.asdict(shape), **stated}
+        preset = PRESETS[name]
+    merged = {**dataclasses.asdict(preset), **stated}
     if isinstance(stated.get("fan"), dict):
-        merged["fan"] = {**dataclasses.asdict(shape.fan), **stated["fan"]}
+        merged["fan"] = {**dataclasses.asdict(preset.fan), **stated["fan"]}
     return {**values, "model": merged}
 
 
 def _checkpoint_and_model(values: dict[str, Any]) -> tuple[str, FANformerConfig]:
-    """Return the checkpoint that the run starts from, its own newest one once it has begun, and its model."""
-    run, load = _text(values, "training", "run_dir"), _text(values, "checkpoint", "load")
-    for checkpoint in reversed(run_folder.complete_checkpoints(Path(run))) if run else ():
+    """Return the run's newest checkpoint, or `checkpoint.load` if it has none, and the model of that checkpoint."""
+    fields = flatten(values)  # not checked yet: their type may be wrong
+    run, load = (fields.get(name) for name in ("training.run_dir", "checkpoint.load"))
+    for checkpoint in reversed(run_folder.complete_checkpoints(Path(run))) if isinstance(run, str) and run else ():
         try:
             return str(checkpoint), run_folder.saved_model(checkpoint)
         except CorruptError:
-            continue  # which the start of the run reports
-    if load is None:
+            continue  # `preflight` reports the damage
+    if not isinstance(load, str):
         raise InputError(f"{PRESET_KEY} is {FROM_CHECKPOINT}, but checkpoint.load names none; name one")
     if is_url(load):
         raise InputError(
@@ -383,10 +381,3 @@ def _checkpoint_and_model(values: dict[str, Any]) -> tuple[str, FANformerConfig]
     except InputError as error:
         raise InputError(f"checkpoint.load: {error} ({PRESET_KEY} is {FROM_CHECKPOINT})") from None
     return str(path), run_folder.saved_model(path)
-
-
-def _text(values: dict[str, Any], section: str, name: str) -> str | None:
-    """Return a field that has not been checked yet; None where it is no text, which is refused elsewhere."""
-    fields = values.get(section)
-    value = fields.get(name) if isinstance(fields, dict) else None
-    return value if isinstance(value, str) else None

@@ -1,4 +1,4 @@
-"""`megatron-fanformer config`: fields of a run's configuration, resolved configuration."""
+"""The output of `megatron-fanformer config`: the list of configuration fields, or a resolved configuration."""
 
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -22,15 +22,15 @@ PRESET = FieldDescription(
 
 
 def run_sections() -> Iterator[tuple[str, str, list[FieldDescription]]]:
-    """Yield name, docstring and fields of each section; `model.preset` comes first in its own."""
+    """Yield name, docstring and fields of each section; `model.preset` is the first field of `model`."""
     texts = field_texts(RunConfig)
-    for name, owner in get_type_hints(RunConfig).items():
-        fields = list(describe_fields(owner, f"{name}."))
+    for name, section_class in get_type_hints(RunConfig).items():
+        fields = list(describe_fields(section_class, f"{name}."))
         yield name, texts[name], [PRESET, *fields] if PRESET_KEY.startswith(f"{name}.") else fields
 
 
 def field_list() -> str:
-    """Return every field with its type, default and docstring, by sections, as text."""
+    """Return a text that lists every field, by section, with its type, default and docstring."""
     lines: list[str] = []
     for name, text, fields in run_sections():
         lines += [*textwrap.wrap(f"{name}: {text}", WIDTH), ""]
@@ -43,16 +43,16 @@ def field_list() -> str:
 
 
 def resolved_text(file: Path, overrides: Sequence[str]) -> str:
-    """Return the whole configuration as YAML, after presets and overrides; fields left to the machine stay open.
+    """Return the whole configuration as YAML, with presets and overrides applied; fields left to the machine stay open.
 
     Raises:
-        InputError: the file cannot be read; `train` would refuse it on any machine and with any data.
+        InputError: the file cannot be read, or the configuration is invalid on every machine and with any data.
     """
     config = load_config(file, overrides)
-    problems = config.section_problems(leaving=["data"])  # whose files may be on other machines
+    problems = config.section_problems(exclude=["data"])  # its files may be on other machines
     if not config.data.train_data and not config.data.stages:
         problems.append("data.train_data is empty; name token files, or chats")
-    if not problems and config.training.train_iters is not None:  # else the steps follow from the data
+    if not problems and config.training.train_iters is not None:  # otherwise the steps depend on the data
         problems = config.joint_problems(config.parallel.resolve_data_parallel_size(None))
     if problems:
         raise InputError("\n".join(problems))

@@ -1,4 +1,4 @@
-"""Evaluation in the loop: the loss on validation sets, tasks and perplexity sets; training goes on as without it."""
+"""Evaluation in the loop: validation losses, tasks and perplexity sets. It does not change the training."""
 
 import itertools
 import logging
@@ -12,8 +12,6 @@ import torch.distributed as dist
 
 from megatron_fanformer.checkpoint.run_folder import VALIDATION_LOSS
 from megatron_fanformer.errors import DivergenceError, InputError
-from megatron_fanformer.evaluate.requests import TaskRequests
-from megatron_fanformer.evaluate.results import MetricValue
 from megatron_fanformer.evaluate.rows import Stopped, evaluating, row_losses
 from megatron_fanformer.evaluate.scoring import (
     perplexity_metrics,
@@ -27,54 +25,57 @@ from megatron_fanformer.train.callbacks import is_due
 from megatron_fanformer.train.config import RunConfig
 from megatron_fanformer.train.samples import read_batches
 
-BITS_PER_BYTE = "bpb"  # by its name in `evaluate.scoring`
+BITS_PER_BYTE = "bpb"  # the metric's name in `evaluate.scoring`
 
 logger = logging.getLogger(__name__)
 
 
 class Evaluation:
-    """Evaluates a run's model at the steps that are due; every rank has one.
+    """Evaluates a run's model when an evaluation is due. All ranks call it together.
 
     Args:
-        shall_stop: returns whether any rank has a request to stop; a collective call before each batch.
+        survey: the tasks and perplexity sets.
+        shall_stop: returns whether any rank has a request to stop; a collective call, made before each batch.
     """
 
     def __init__(
         self, config: RunConfig, survey: EvaluationSurvey, grid: RankGrid, shall_stop: Callable[[], bool]
     ) -> None:
         self._config, self._survey, self._grid, self._shall_stop = config, survey, grid, shall_stop
-        self._scoring: Any = {"batch_tokens": config.evaluation_batch_tokens, "shall_stop": shall_stop}
+        batch_tokens = config.evaluation.batch_tokens or config.training.micro_batch_size * config.model.seq_length
+        self._scoring_options: Any = {"batch_tokens": batch_tokens, "shall_stop": shall_stop}
 
-    def metrics(self, step: int, stages: list[Any], valid: Mapping[str, Any]) -> dict[str, float]:
-        """Return the metrics that are due after a step; after a request to stop, those that were complete by then.
+    def measure(self, step: int, stages: list[Any], validation_sets: Mapping[str, Any]) -> dict[str, float]:
+        """Return the metrics that are due after a step. A request to stop leaves out the metrics not yet complete.
 
         Args:
-            stages: the chunks of this rank's stage, their weights up to date.
-            valid: the validation sets by name.
+            stages: the chunks of this rank's stage, with up-to-date weights.
+            validation_sets: the datasets by name.
 
         Raises:
             DivergenceError: a loss or a log-probability is not finite.
             InputError: a validation set has no learned token.
         """
         started = time.monotonic()
-        validates, evaluates = self._intervals_due(step)
+        is_validation_due, is_scoring_due = self._due_parts(step)
         metrics: dict[str, float] = {}
         try:
-            for name, dataset in valid.items() if validates else ():
+            for name, dataset in validation_sets.items() if is_validation_due else ():
                 metrics |= self._validation_loss(step, stages, name, dataset)
-            if evaluates and self._survey.sets:
+            if is_scoring_due and self._survey.sets:
                 metrics |= self._perplexity_metrics(step, stages)
-            if evaluates and self._survey.tasks:
+            if is_scoring_due and self._survey.tasks:
                 metrics |= self._task_metrics(step, stages)
         except Stopped:
             logger.info("step %d  evaluation stopped; the rest is not measured", step)
         return {**metrics, "evaluation_seconds": time.monotonic() - started} if metrics else {}
 
     def is_due(self, step: int) -> bool:
-        """Return whether anything is measured after a step."""
-        return any(self._intervals_due(step))
+        """Return whether any evaluation is due after a step."""
+        return any(self._due_parts(step))
 
-    def _intervals_due(self, step: int) -> tuple[bool, bool]:
+    def _due_parts(self, step: int) -> tuple[bool, bool]:
+        """Return whether validation losses are due after a step, and whether tasks and perplexity sets are."""
         validation_interval = self._config.training.eval_interval
         evaluation_interval = self._config.evaluation.interval or validation_interval
         is_last = step >= self._config.training.steps
@@ -89,46 +90,40 @@ class Evaluation:
                 f"validation set {name} has no learned token in the {samples:,} samples that training.eval_iters "
                 f"{iters} reads; raise it, or name other data"
             )
-        _refuse_not_finite(step, f"the validation loss ({name})", loss)
+        _check_finite(step, f"the validation loss ({name})", loss)
         logger.info("step %d  validation loss (%s) %.4f", step, name, loss)
         return {f"{VALIDATION_LOSS}/{name}": loss}
 
     def _perplexity_metrics(self, step: int, stages: list[Any]) -> dict[str, float]:
-        results = perplexity_of_sets(stages, self._survey.sets, self._grid, **self._scoring)
+        results = perplexity_of_sets(stages, self._survey.sets, self._grid, **self._scoring_options)
         for name, result in results.items():
-            _refuse_not_finite(step, f"the loss on {name}", result.loss)
+            _check_finite(step, f"the loss on {name}", result.loss)
             logger.info("step %d  %s: perplexity %.2f, loss %.4f", step, name, result.perplexity, result.loss)
         return perplexity_metrics(results)
 
     def _task_metrics(self, step: int, stages: list[Any]) -> dict[str, float]:
+        """Return the main metric and the bits per byte of each task, under OLMo's names."""
         tasks = self._survey.tasks
-        scores = scores_of_tasks(stages, tasks, self._grid, every_metric=False, **self._scoring)
+        scores = scores_of_tasks(stages, tasks, self._grid, every_metric=False, **self._scoring_options)
         metrics: dict[str, float] = {}
         for name, task in tasks.items():
             values = task_metrics(task, scores[name])
-            metrics |= downstream_metrics(task, values)
-            best = values[task.metric]
+            for metric in [task.metric, BITS_PER_BYTE]:  # may be the same
+                if metric in values:
+                    group = "downstream_bpb" if metric.startswith(BITS_PER_BYTE) else "downstream"
+                    metrics[f"eval/{group}/{name}_{metric}"] = values[metric].value
+            score = values[task.metric]
             logger.info(
                 "step %d  %s: %s %.4f ± %.4f over %d documents",
-                *(step, name, task.metric, best.value, best.standard_error, best.documents),
+                *(step, name, task.metric, score.value, score.standard_error, score.documents),
             )
         return metrics
 
 
-def downstream_metrics(task: TaskRequests, values: Mapping[str, MetricValue]) -> dict[str, float]:
-    """Return a task's metrics for the log, by OLMo's names: its own, and bits per byte where that is another."""
-    metrics = {}
-    for metric in dict.fromkeys((task.metric, BITS_PER_BYTE)):
-        if metric in values:
-            place = "downstream_bpb" if metric.startswith(BITS_PER_BYTE) else "downstream"
-            metrics[f"eval/{place}/{task.name}_{metric}"] = values[metric].value
-    return metrics
-
-
-def _refuse_not_finite(step: int, what: str, value: float) -> None:
+def _check_finite(step: int, name: str, value: float) -> None:
     if not math.isfinite(value):
         raise DivergenceError(
-            f"step {step}: {what} is {value}; start again to go on from the last checkpoint, with a lower optimizer.lr "
+            f"step {step}: {name} is {value}; start again to go on from the last checkpoint, with a lower optimizer.lr "
             "if it happens again"
         )
 
@@ -142,17 +137,21 @@ def evaluate_loss(
     *,
     eval_iters: int,
 ) -> float | None:
-    """Return the mean loss per token, in nats, of the first `eval_iters` global batches; None without tokens."""
-    size, number = config.training.micro_batch_size, config.num_micro_batches(grid.data_parallel_size)
-    batches = read_batches(config, grid, dataset, consumed_samples=0)
+    """Return the mean loss per token, in nats, over the first `eval_iters` global batches; None if no token has a loss.
+
+    Raises:
+        Stopped: `shall_stop` returned True before a batch.
+    """
+    size, num_micro_batches = config.training.micro_batch_size, config.num_micro_batches(grid.data_parallel_size)
+    stream = read_batches(config, grid, dataset, consumed_samples=0)
     sums = torch.zeros(2, dtype=torch.float64)  # of losses, of tokens
     with evaluating(stages):
         for _ in range(eval_iters):
             if shall_stop():
                 raise Stopped
-            taken = list(itertools.islice(batches, number))
-            losses = row_losses(stages, iter(taken), grid, num_micro_batches=number, micro_batch_size=size)
-            tokens = sum(int(batch["loss_mask"].sum()) for batch in taken)
+            batches = list(itertools.islice(stream, num_micro_batches))
+            losses = row_losses(stages, iter(batches), grid, num_micro_batches=num_micro_batches, micro_batch_size=size)
+            tokens = sum(int(batch["loss_mask"].sum()) for batch in batches)
             sums += torch.tensor([losses.sum().item(), tokens], dtype=torch.float64)
     sums = sums.to(grid.torch_device)
     dist.all_reduce(sums, group=grid.groups.dp)

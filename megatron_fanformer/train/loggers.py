@@ -1,6 +1,6 @@
 """The section `logging` of a run's configuration, and its loggers: metrics.jsonl, progress, TensorBoard, W&B.
 
-A resumed run removes the records of steps after its checkpoint, so that each step appears once.
+A resumed run removes the records of steps after its checkpoint, so each step is recorded once.
 """
 
 import importlib.util
@@ -10,7 +10,8 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,7 +21,7 @@ import yaml
 from megatron_fanformer.checkpoint.run_folder import CONFIG, METRICS, metrics_entry
 from megatron_fanformer.durable_files import naming, regular_file, write_atomically
 from megatron_fanformer.errors import InputError, broken_fields
-from megatron_fanformer.train.metrics import console_text, dashboard_name, numbers
+from megatron_fanformer.train.metrics import dashboard_name, scalar_metrics
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
 TENSORBOARD_FOLDER = "tensorboard"
 WANDB_FOLDER = "wandb"
 RUN_ID = f"{WANDB_FOLDER}/run-id"
-WANDB_SECONDS = 60  # a run's longest wait for its server, at its start and end
+PROGRESS_FORMATS = {"loss": "loss {:.4f}", "tokens_per_second": "{:,.0f} tokens/s"}
+"""The metrics on the progress line, and how they are shown."""
+WANDB_SECONDS = 60  # the longest wait for W&B's server, at the start and at the end of a run
 
 logger = logging.getLogger(__name__)
 
@@ -61,14 +64,11 @@ class LoggingConfig:
 
     def problems(self) -> list[str]:
         """Return the rules of single fields that this configuration breaks, one line each."""
+        broken = partial(broken_fields, "logging", self)
         return [
-            *broken_fields("logging", self, "be at least 1", lambda value: value < 1, "log_interval"),
-            *broken_fields(
-                "logging", self, "be at least 1, or null", lambda value: value < 1, "norm_interval", "phase_interval"
-            ),
-            *broken_fields(
-                "logging",
-                self,
+            *broken("be at least 1", lambda value: value < 1, "log_interval"),
+            *broken("be at least 1, or null", lambda value: value < 1, "norm_interval", "phase_interval"),
+            *broken(
                 "be [FIRST, LAST] with 1 <= FIRST <= LAST",
                 lambda steps: len(steps) != 2 or not 1 <= steps[0] <= steps[1],
                 "profile_steps",
@@ -77,9 +77,10 @@ class LoggingConfig:
 
 
 def logger_problems(config: LoggingConfig) -> list[str]:
-    """Return a line where W&B is to be a logger, and this machine lacks it."""
+    """Return one line if `wandb_project` is set and wandb is not installed here."""
     package = importlib.util.find_spec("wandb")
-    if config.wandb_project is None or (package and package.origin):  # a folder of that name, as W&B makes, has none
+    # A folder `wandb`, which W&B makes where it runs, is found too, but has no origin.
+    if config.wandb_project is None or (package and package.origin):
         return []
     return [
         "logging.wandb_project is set, but wandb is not installed; install megatron_fanformer[wandb], or turn it off"
@@ -88,12 +89,12 @@ def logger_problems(config: LoggingConfig) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """The point from which a run logs: its start, or the checkpoint that it resumes from or goes back to."""
+    """The arguments of every logger: where a run logs, and after which step it starts, resumes or goes back to."""
 
     run: Path
     """The run's folder."""
     step: int
-    """The last step whose earlier log is kept."""
+    """Records of later steps are removed."""
     steps: int
     """Number of steps of the whole run."""
     values: dict[str, Any]
@@ -104,43 +105,44 @@ class Start:
 
 
 class Logger(ABC):
-    """Something that records metrics; it is opened as it is made, and made anew after the run went back.
+    """Base class of loggers. Creating one opens it; when the run goes back, it is closed and created again.
 
-    A new one is a file with a class like this, its entry in `LOGGERS`, and a field that turns it on.
+    To add a logger, write a subclass, enter it in `LOGGERS`, and add a configuration field that turns it on.
     """
 
     setting: ClassVar[str | None] = None
-    """The field of the section `logging` that turns it on, unless that is null or false; None: it is always on."""
+    """The field of the section `logging` that turns the logger on, by a value other than null and false; None: the
+    logger is always on."""
     is_needed: ClassVar[bool] = False
-    """True: the run ends if it fails; else it is left out from then on."""
+    """True: a failure of the logger ends the run; False: a failed logger is dropped, and the run continues."""
 
     @abstractmethod
     def __init__(self, start: Start) -> None:
-        """Open it; remove its records of steps after `start.step`, or skip those steps."""
+        """Open the log, and remove records of steps after `start.step`; or ignore those steps until they are over."""
 
     @abstractmethod
     def write(self, step: int, metrics: dict[str, Any]) -> None:
-        """Record the metrics of one step: numbers, texts, and lists of a number a layer."""
+        """Record the metrics of one step: numbers, texts, and lists with one number per layer."""
 
     @abstractmethod
     def close(self, *, failed: bool = False) -> None:
-        """Flush and close; `failed`: the run ends with an error."""
+        """Flush and close the log; `failed` is True if the run ends with an error."""
 
     @classmethod
     def is_on(cls, config: Any) -> bool:
-        """Return whether the section `logging` asks for it."""
+        """Return whether the section `logging` turns this logger on."""
         return cls.setting is None or getattr(config, cls.setting) not in (None, False)
 
 
 class JSONLines(Logger):
-    """Appends one object per step to metrics.jsonl."""
+    """Appends one JSON object per step to metrics.jsonl."""
 
     is_needed = True
 
     def __init__(self, start: Start) -> None:
         self._path = start.run / METRICS
         if self._path.exists():
-            # A crash in the middle of a write leaves a line without its end.
+            # The last item is empty, or a line that a crash cut off.
             entries = [(line, metrics_entry(line)) for line in self._path.read_bytes().split(b"\n")[:-1]]
             kept = [line + b"\n" for line, entry in entries if entry is not None and entry["step"] <= start.step]
             write_atomically(self._path, b"".join(kept))
@@ -149,24 +151,24 @@ class JSONLines(Logger):
     def write(self, step: int, metrics: dict[str, Any]) -> None:
         """Record the metrics of one step."""
         with naming(self._path):
-            self._file.write(msgspec.json.encode({"step": step, **metrics}).decode() + "\n")  # NaN as null
+            self._file.write(msgspec.json.encode({"step": step, **metrics}).decode() + "\n")  # writes NaN as null
             self._file.flush()
 
     def close(self, *, failed: bool = False) -> None:
         """Close the file."""
-        with suppress(OSError) if failed else naming(self._path):  # what failed before says more
+        with suppress(OSError) if failed else naming(self._path):  # keeps the error that ended the run
             self._file.close()
 
 
-def clock(seconds: float) -> str:
-    """Return a time of seconds as hours, minutes and seconds."""
+def format_duration(seconds: float) -> str:
+    """Return a duration as H:MM:SS."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}"
 
 
 class ProgressLine(Logger):
-    """Shows a live line on a terminal; elsewhere prints a line every `log_interval` steps."""
+    """Shows a progress line on a terminal; if the output is no terminal, prints a line every `log_interval` steps."""
 
     is_needed = True
 
@@ -190,21 +192,22 @@ class ProgressLine(Logger):
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
         """Show the number and the metrics of a finished step."""
-        status = console_text(metrics) or "skipped"
+        texts = [form.format(metrics[name]) for name, form in PROGRESS_FORMATS.items() if name in metrics]
+        status = "  ".join(texts) or "skipped"
         self._bar.update(self._task, completed=step, status=status)
         if not self._console.is_terminal and (step % self._interval == 0 or step == self._total):
             seconds_per_step = (time.monotonic() - self._started) / max(1, step - self._first)
             seconds_left = seconds_per_step * (self._total - step)
-            line = f"step {step}/{self._total}  {status}  left {clock(seconds_left)}"
+            line = f"step {step}/{self._total}  {status}  left {format_duration(seconds_left)}"
             self._console.print(line, highlight=False, soft_wrap=True)
 
     def close(self, *, failed: bool = False) -> None:
-        """End the live line."""
+        """Stop updating the progress line."""
         self._bar.stop()
 
 
 class TensorBoard(Logger):
-    """Writes event files: the metrics in groups, and the configuration of each start."""
+    """Writes TensorBoard's event files: the metrics in groups, and the configuration at each start."""
 
     setting = "tensorboard"
 
@@ -217,18 +220,18 @@ class TensorBoard(Logger):
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
         """Record the metrics of one step."""
-        for name, value in numbers(metrics).items():
+        for name, value in scalar_metrics(metrics).items():
             self._writer.add_scalar(dashboard_name(name), value, step)
 
     def close(self, *, failed: bool = False) -> None:
-        """Flush and close the files."""
+        """Flush and close the event files."""
         self._writer.close()
 
 
 class WeightsAndBiases(Logger):
-    """Keeps one W&B run for the whole run, however often that is resumed: its id is kept in the run's folder.
+    """Logs to one W&B run, also after resuming: the id of the W&B run is kept in the run's folder.
 
-    W&B removes nothing: the steps that its server has already are left out.
+    W&B cannot remove rows, so steps that its server already has are not sent again.
     """
 
     setting = "wandb_project"
@@ -240,7 +243,7 @@ class WeightsAndBiases(Logger):
         file = start.run / RUN_ID
         file.parent.mkdir(exist_ok=True)
         run_id = regular_file(file).read_text().strip() if file.exists() else uuid.uuid4().hex
-        # For the whole process, so that without a key it fails, and asks for none: the other ranks would wait.
+        # Set for the whole process: without a key, wandb then fails instead of asking, while the other ranks wait.
         wandb.setup(wandb.Settings(silent=True))
         self._run = wandb.init(
             project=config.wandb_project,
@@ -255,23 +258,22 @@ class WeightsAndBiases(Logger):
             ),
         )
         write_atomically(file, self._run.id)
-        # Rows cannot be taken back: what W&B's server has already stays.
-        self._last_step = max(start.step, self._run.step - 1)
+        self._last_step = max(start.step, self._run.step - 1)  # the second is the last step that the server has
         if self._run.url:
             logger.info("Weights & Biases: %s", self._run.url)
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
         """Record the metrics of one step."""
         if step > self._last_step:
-            row = {dashboard_name(name): value for name, value in numbers(metrics).items()}
+            row = {dashboard_name(name): value for name, value in scalar_metrics(metrics).items()}
             self._run.log(row, step=step, commit=True)
 
     def close(self, *, failed: bool = False) -> None:
-        """Send the rest, and end."""
+        """Send the remaining rows and end the W&B run."""
         import wandb
 
         self._run.finish(exit_code=int(failed))
-        wandb.teardown()  # waits for W&B's own process, which writes the last rows after `finish`
+        wandb.teardown()  # waits for W&B's service process, which writes the last rows after `finish`
 
 
 LOGGERS: dict[str, type[Logger]] = {
@@ -280,87 +282,76 @@ LOGGERS: dict[str, type[Logger]] = {
     "TensorBoard": TensorBoard,
     "Weights & Biases": WeightsAndBiases,
 }
-"""The loggers by their names in messages and pages. They are closed in this order: what may wait for a server, and be
-ended meanwhile, comes last."""
+"""The loggers by their names in messages and pages. They are closed in this order: W&B may wait for its server, and the
+process may be killed meanwhile, so it is last."""
 
 
 class Loggers:
-    """All loggers of a run; every rank has one, and those of rank 0 write.
+    """All loggers of a run. Every rank has this object, and only rank 0 writes.
 
-    A logger that `is_needed` ends the run if it fails. Any other is left out from then on, with a warning: a network
-    that is gone is no reason to stop training.
+    If a logger with `is_needed` fails, the run ends. Any other logger is dropped with a warning: a lost network is no
+    reason to stop training.
 
     Args:
-        run: the run's folder.
-        steps: of the whole run.
+        start: the arguments of the loggers; `open` sets the step.
+        extra_files: texts to write into the run's folder beside the configuration, by file name.
+        is_writer: whether this is rank 0.
     """
 
-    def __init__(self, config: LoggingConfig, console: "Console", *, run: Path, steps: int, writes: bool) -> None:
-        self._config, self._console, self._writes = config, console, writes
-        self._run, self._steps = run, steps
+    def __init__(self, start: Start, extra_files: Mapping[str, str], *, is_writer: bool) -> None:
+        self._start, self._extra_files, self._is_writer = start, extra_files, is_writer
         self._open: dict[str, Logger] = {}
         self._failed: set[str] = set()
 
-    def open(self, values: dict[str, Any], *, step: int, beside: Mapping[str, str] | None = None) -> None:
-        """Begin, or begin anew after the run went back, with the resolved configuration.
-
-        Args:
-            step: the last step that the run has taken; records of later ones are removed.
-            beside: texts that the run's folder holds beside the configuration, by their names.
+    def open(self, *, step: int) -> None:
+        """Close all loggers, write the configuration to the run's folder, and open the loggers after a step.
 
         Raises:
             InputError: the run's folder cannot be written.
         """
         self.close()
-        if not self._writes:
+        if not self._is_writer:
             return
-        start = Start(
-            run=self._run,
-            step=step,
-            steps=self._steps,
-            values=values,
-            logging=self._config,
-            console=self._console,
-        )
+        start = replace(self._start, step=step)
         try:
-            self._run.mkdir(parents=True, exist_ok=True)
-            for name, text in {CONFIG: yaml.safe_dump(values, sort_keys=False), **(beside or {})}.items():
-                write_atomically(self._run / name, text)
-            for name, kind in LOGGERS.items():
-                if kind.is_on(self._config) and name not in self._failed:
-                    with self._left_out_if_it_fails(name, kind):
-                        self._open[name] = kind(start)
+            start.run.mkdir(parents=True, exist_ok=True)
+            for name, text in {CONFIG: yaml.safe_dump(start.values, sort_keys=False), **self._extra_files}.items():
+                write_atomically(start.run / name, text)
+            for name, logger_class in LOGGERS.items():
+                if logger_class.is_on(start.logging) and name not in self._failed:
+                    with self._dropping_failed(name, logger_class):
+                        self._open[name] = logger_class(start)
         except OSError as error:
             reason = f"cannot be written ({error.strerror or error}); free space, or name another"
-            raise InputError(f"training.run_dir {self._run} {reason}") from error
+            raise InputError(f"training.run_dir {start.run} {reason}") from error
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
-        """Record a step's metrics everywhere."""
-        for name, opened in list(self._open.items()):
-            with self._left_out_if_it_fails(name, type(opened)):
-                opened.write(step, metrics)
+        """Record a step's metrics in every open logger."""
+        for name, metrics_logger in list(self._open.items()):
+            with self._dropping_failed(name, type(metrics_logger)):
+                metrics_logger.write(step, metrics)
 
     def close(self, *, failed: bool = False) -> None:
-        """Close all loggers; they can be opened again.
+        """Close all loggers in the order of `LOGGERS`; `open` may follow.
 
         Args:
             failed: whether the run ends with an error.
         """
-        for name, opened in list(self._open.items()):  # in the table's order: one that waits for a server is last
+        for name, metrics_logger in list(self._open.items()):
             del self._open[name]
-            with self._left_out_if_it_fails(name, type(opened)):
-                opened.close(failed=failed)
+            with self._dropping_failed(name, type(metrics_logger)):
+                metrics_logger.close(failed=failed)
 
     @contextmanager
-    def _left_out_if_it_fails(self, name: str, kind: type[Logger]) -> Iterator[None]:
-        """Warn where a logger fails, and never open it again: it would have a hole, and may fail again."""
+    def _dropping_failed(self, name: str, logger_class: type[Logger]) -> Iterator[None]:
+        """If the block fails, warn and drop the logger for good: its record has a hole, and it may fail again."""
         try:
             yield
-        except Exception as error:  # whatever a library or a network raises
-            if kind.is_needed:
+        except Exception as error:  # libraries and networks raise errors of any type
+            if logger_class.is_needed:
                 raise
             self._failed.add(name)
             logger.warning("%s is without this run's metrics from here on: %s: %s", name, type(error).__name__, error)
-            if opened := self._open.pop(name, None):
-                with suppress(Exception):  # one failure is reported
-                    opened.close(failed=True)
+            if failed_logger := self._open.pop(name, None):
+                with suppress(Exception):  # the first failure has been reported
+                    failed_logger.close(failed=True)

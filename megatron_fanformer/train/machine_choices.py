@@ -1,4 +1,4 @@
-"""Fields that a configuration leaves to the machine: what each becomes."""
+"""Resolves the fields that a configuration leaves to the machine."""
 
 import dataclasses
 from typing import Any
@@ -17,7 +17,7 @@ from megatron_fanformer.train.config import RunConfig
 
 
 def choose_for_machine(config: RunConfig, grid: RankGrid) -> tuple[RunConfig, list[str]]:
-    """Return the configuration with its open fields filled in for this machine, and the notices for the user.
+    """Return the configuration with fields that are null or `auto` resolved for this machine, and notices for the user.
 
     Raises:
         InputError: Transformer Engine is requested and cannot be used.
@@ -25,22 +25,22 @@ def choose_for_machine(config: RunConfig, grid: RankGrid) -> tuple[RunConfig, li
     on_gpu = grid.device == "cuda"
     implementation = resolve_transformer_impl(config.kernels.transformer_impl)
     is_engine = implementation == "transformer_engine"
-    # Of gradients and weights over the replicas, those of context parallelism included. Over gloo, overlapped
-    # communication would take cores from the computation.
+    # Overlapping communication with computation pays if there are replicas (context parallel ranks included); but gloo
+    # would take CPU cores from the computation.
     is_faster = grid.backend == "nccl" and grid.groups.dp_cp.size() > 1
-    reduces, gathers = config.parallel.resolved_overlaps(is_faster=is_faster)
+    overlaps_reduce, overlaps_gather = config.parallel.resolved_overlaps(is_faster=is_faster)
     values: dict[str, Any] = {
         "runtime.device": grid.device,
         "precision.dtype": "bf16" if config.dtype(grid.device) == torch.bfloat16 else "fp32",
         "kernels.transformer_impl": implementation,
-        # without a GPU the products add to the gradients' buffer, as the Engine's do
+        # Without a GPU, our layers accumulate weight gradients in the buffer, too.
         "kernels.gradient_accumulation_fusion": (
             not torch.cuda.is_available() or is_engine or devices.has_fused_gradient_kernel()
         ),
         "data.num_workers": 2 if on_gpu else 0,
         "parallel.data_parallel_size": grid.data_parallel_size,
-        "parallel.overlap_grad_reduce": reduces,
-        "parallel.overlap_param_gather": gathers,
+        "parallel.overlap_grad_reduce": overlaps_reduce,
+        "parallel.overlap_param_gather": overlaps_gather,
     }
     if not on_gpu:
         values["runtime.threads_per_rank"] = torch.get_num_threads()
@@ -60,11 +60,11 @@ def choose_for_machine(config: RunConfig, grid: RankGrid) -> tuple[RunConfig, li
 
 
 def attention_notice(config: RunConfig, grid: RankGrid) -> str | None:
-    """Return a warning if Transformer Engine's attention of a 16-bit run, in a step before, was not a fused one."""
+    """Return a warning if Transformer Engine has computed a 16-bit step with its unfused attention."""
     if grid.device != "cuda" or chosen_engine_attention() != "unfused":
         return None
     if config.kernels.attention_backend != "auto" or config.dtype(grid.device).itemsize != 2:
-        return None  # configured, or the only one for float32
+        return None  # the user has chosen it, or it is the only one for float32
     return (
         "Transformer Engine has no fused attention for this run, and keeps every score: slower, and memory grows with "
         "the square of the sequence (docs/gpu.md#attention; NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 say why)"

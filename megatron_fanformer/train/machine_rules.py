@@ -1,6 +1,6 @@
-"""Rules that a model, its layout and its kernels break on a kind of machine, each with its remedy.
+"""Rules for models, layouts and kernels that depend on the machine, each with its remedy; imports no torch.
 
-`machine_problems` in `preflight.py` joins those of the machine at hand. They import no torch, which takes seconds.
+`machine_problems` in `preflight.py` applies them to this machine.
 """
 
 from collections.abc import Iterator
@@ -10,40 +10,40 @@ from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.layout import ParallelConfig
 
 FP8_MULTIPLE = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
-"""By recipe: both sides of a product's matrices are multiples of this on one rank, as megatron-core aligns them."""
+"""For each recipe, the number of which both sides of every multiplied matrix must be multiples on one rank."""
 
 
 def has_engine(kernels: KernelsConfig) -> bool:
-    """Return whether the layers are Transformer Engine's here."""
+    """Return whether this machine computes the layers with Transformer Engine."""
     return kernels.transformer_impl != "local" and devices.has_transformer_engine()
 
 
 def backend_problems(
     parallel: ParallelConfig, kernels: KernelsConfig, backend: str, device: devices.DeviceKind
 ) -> Iterator[str]:
-    """Yield the layouts whose ranks cannot exchange tensors over the backend, one line each."""
+    """Yield the problems of a layout whose ranks cannot exchange tensors over this backend, one line each."""
     if device == "cpu" and backend == "nccl":
         yield "runtime.distributed_backend is nccl, but this run is on the CPU, where ranks have gloo; set it to null"
     if device == "cpu" or backend != "gloo":
         return
+    # gloo's collectives accept tensors on GPUs; sending from one rank to another does not.
     rule = "runtime.distributed_backend is gloo, which sends no tensor from one GPU rank to another, and"
-    # gloo's collectives do take GPU tensors
     if parallel.pipeline_model_parallel_size > 1:
         yield f"{rule} pipeline stages do; set it to null, or parallel.pipeline_model_parallel_size to 1"
     if parallel.context_parallel_size > 1 and has_engine(kernels) and parallel.cp_comm_type in (None, "p2p"):
         yield (
-            f"{rule} Transformer Engine's attention exchanges keys and values so; set it to null, or "
+            f"{rule} Transformer Engine's attention sends keys and values; set it to null, or "
             "parallel.cp_comm_type to all_gather"
         )
     if parallel.overlap_grad_reduce:
         yield (
-            "parallel.overlap_grad_reduce is true over gloo, which reduces no GPU's gradients meanwhile; set it and "
-            "overlap_param_gather to null, or runtime.distributed_backend"
+            "parallel.overlap_grad_reduce is true over gloo, which cannot reduce gradients while a GPU computes; set "
+            "it and overlap_param_gather to null, or runtime.distributed_backend"
         )
 
 
 def kernel_problems(kernels: KernelsConfig) -> Iterator[str]:
-    """Yield the configured kernels that this machine lacks, one line each."""
+    """Yield a line for each configured kernel that this machine lacks."""
     has_fused_gradients = has_engine(kernels) or devices.has_fused_gradient_kernel()
     if kernels.gradient_accumulation_fusion and not has_fused_gradients:
         yield (
@@ -55,12 +55,12 @@ def kernel_problems(kernels: KernelsConfig) -> Iterator[str]:
 
 
 def layer_problems(
-    model: FANformerConfig, parallel: ParallelConfig, kernels: KernelsConfig, *, with_engine: bool, in_fp32: bool
+    model: FANformerConfig, parallel: ParallelConfig, kernels: KernelsConfig, *, uses_engine: bool, in_fp32: bool
 ) -> Iterator[str]:
-    """Yield the settings that the Engine's layers, or the local ones, cannot compute, one line each."""
-    if kernels.fused_single_qkv_rope and (reason := _rope_problem(model, parallel, with_engine=with_engine)):
+    """Yield a line for each setting that Transformer Engine's layers, or else the local layers, cannot compute."""
+    if kernels.fused_single_qkv_rope and (reason := _rope_problem(model, parallel, uses_engine=uses_engine)):
         yield f"kernels.fused_single_qkv_rope is true, but {reason}; set it to false"
-    if not with_engine:
+    if not uses_engine:
         if parallel.cp_comm_type == "p2p":
             yield (
                 "parallel.cp_comm_type is p2p, which is Transformer Engine's, but the layers here are local ones, "
@@ -69,27 +69,28 @@ def layer_problems(
         return
     if not model.placement.has_engine_layers:
         yield (
-            f"model.fan.placement is {model.fan.placement}, whose FAN layers are local ones alone, but the layers here "
-            "are Transformer Engine's; set kernels.transformer_impl to local"
+            f"model.fan.placement is {model.fan.placement}, whose FAN layers exist only as local ones, but the layers "
+            "here are Transformer Engine's; set kernels.transformer_impl to local"
         )
     size = parallel.context_parallel_size
     if size > 1 and in_fp32 and not parallel.exchanges_heads:
         yield (
             f"parallel.context_parallel_size is {size} in float32, but Transformer Engine's attention over context "
-            "parallel ranks is of 16 bits alone; set the dtype to bf16, parallel.cp_comm_type to a2a, or "
+            "parallel ranks needs 16 bits; set the dtype to bf16, parallel.cp_comm_type to a2a, or "
             "kernels.transformer_impl to local"
         )
 
 
-def _rope_problem(model: FANformerConfig, parallel: ParallelConfig, *, with_engine: bool) -> str | None:
+def _rope_problem(model: FANformerConfig, parallel: ParallelConfig, *, uses_engine: bool) -> str | None:
+    """Return the reason why the fused kernel for QKV and rotary positions cannot be used; None if it can."""
     ranks = parallel.tensor_model_parallel_size
-    if not with_engine:
+    if not uses_engine:
         return "its kernel is Transformer Engine's, whose layers are not in use here"
     if model.qk_layernorm:
         return "its kernel has no norm between QKV and rotary positions, as model.qk_layernorm asks"
     if model.placement.has_own_values:
         return f"at model.fan.placement {model.fan.placement} values are in another tensor than queries and keys"
-    if model.query_groups < ranks:  # each would rotate all queries of its group
+    if model.query_groups < ranks:  # each rank would rotate all queries of its group
         return f"its {model.query_groups} query groups are shared by parallel.tensor_model_parallel_size {ranks} ranks"
     return None
 
@@ -104,7 +105,7 @@ def fp8_problems(
     micro_batch_size: int,
     kernels: KernelsConfig = DEFAULT_KERNELS,
 ) -> Iterator[str]:
-    """Yield the rules of FP8 that a model breaks, one line each; nothing without FP8."""
+    """Yield the rules of FP8 that a model breaks, one line each; none if `precision.fp8` is null."""
     if precision.fp8 is None:
         return
     multiple = FP8_MULTIPLE[precision.fp8_recipe]
@@ -127,14 +128,14 @@ def fp8_problems(
 
 
 def can_recompute_norms(precision: PrecisionConfig) -> bool:
-    """Return whether norms can be recomputed: megatron-core refuses it where the scales would be updated twice."""
+    """Return whether norms can be recomputed: megatron-core refuses it if FP8 scales would be updated twice."""
     return precision.fp8 is None or precision.fp8_recipe != "delayed"
 
 
 def _product_sizes(
     model: FANformerConfig, parallel: ParallelConfig, precision: PrecisionConfig, micro_batch_size: int
 ) -> Iterator[tuple[str, int]]:
-    """Yield both dimensions of every product on one rank, in the user's words."""
+    """Yield a description and the size of each dimension of the matrices that one rank multiplies in FP8."""
     tensor = parallel.tensor_model_parallel_size
     share = f" / tensor parallel size {tensor}" if tensor > 1 else ""
     yield "model.hidden_size", model.hidden_size
@@ -149,7 +150,7 @@ def _product_sizes(
 
 
 def fp8_machine_problems(precision: PrecisionConfig, device: devices.DeviceKind) -> Iterator[str]:
-    """Yield the reasons for which this machine has no FP8, one line each; nothing without FP8."""
+    """Yield the reasons why this machine cannot compute in FP8, one line each; none if `precision.fp8` is null."""
     if precision.fp8 is None:
         return
     if device == "cpu":

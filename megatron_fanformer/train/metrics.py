@@ -1,6 +1,6 @@
-"""The metrics of a run's steps: the table of their texts, the lines of metrics.jsonl, the picture of losses.
+"""The metrics of a run: the table that describes them, their names on dashboards, and the picture of losses.
 
-The dashboards' groups, the progress line and the tables in docs/metrics.md follow from `METRIC_TABLE`.
+The groups on dashboards and the tables in docs/metrics.md follow from `METRIC_TABLE`.
 """
 
 import functools
@@ -11,20 +11,20 @@ from typing import Any, NamedTuple
 
 from megatron_fanformer.checkpoint.run_folder import METRICS, VALIDATION_LOSS, metrics_entry
 
-VALIDATION_PREFIX = f"{VALIDATION_LOSS}/"  # begins the name of a validation set's loss
-PERPLEXITY_LOSS_SUFFIX = "/CrossEntropyLoss"  # ends the name of a perplexity set's loss
-SMOOTHED_SHARE = 20  # the loss is averaged over one of so many parts of the steps
+VALIDATION_PREFIX = f"{VALIDATION_LOSS}/"  # begins the metric of a validation set's loss
+PERPLEXITY_LOSS_SUFFIX = "/CrossEntropyLoss"  # ends the metric of a perplexity set's loss
+SMOOTHED_SHARE = 20  # the training loss is averaged over 1/20 of the steps
 
 
 class Metric(NamedTuple):
-    """One metric, or all whose names differ in `NAME`."""
+    """A row of the table: one metric, or several whose names differ only in the part `NAME`."""
 
     name: str
     group: str
-    """Its group on a dashboard, which shows names with the same first part together."""
+    """Group of the metric on dashboards."""
     unit: str
     text: str
-    """Its description in docs/metrics.md; pages are named by their paths from the root, as in docstrings of fields."""
+    """Description for docs/metrics.md. It names pages by their paths from the root of the repository."""
 
 
 _TABLE = """
@@ -75,50 +75,44 @@ health/linear_weight_norm | health |  | norm of W_g
 """
 METRIC_TABLE = tuple(Metric(*line.split(" | ")) for line in _TABLE.strip().replace("\n    ", " ").splitlines())
 """Every metric that a run may log."""
-CONSOLE = {"loss": "loss {:.4f}", "tokens_per_second": "{:,.0f} tokens/s"}
-"""Formats of the progress line."""
 
 
 @functools.cache
-def metric_of(name: str) -> Metric | None:
-    """Return a metric's row of the table; None for one of another version."""
+def find_metric(name: str) -> Metric | None:
+    """Return the row of the table that describes a metric; None if this version does not know it."""
     return next((row for row in METRIC_TABLE if re.fullmatch(row.name.replace("NAME", ".+"), name)), None)
 
 
 def dashboard_name(name: str) -> str:
-    """Return a metric's name on a dashboard: its group comes first. (OLMo's names of evaluations begin with `eval/`)
+    """Return a metric's name on dashboards, GROUP/NAME.
 
-    Dashboards sort groups by name: those beside `train` are called `train_data`, `validation` and so on, behind it.
+    Dashboards sort groups by name. The group `train` is to come first, so the others are called `train_data`,
+    `validation` and so on. OLMo's names of evaluations lose the prefix `eval/`.
     """
-    metric = metric_of(name)
+    metric = find_metric(name)
     if metric is None:
         return name if "/" in name else f"train/{name}"
     group = {"train": "train", "evaluation": "validation"}.get(metric.group, f"train_{metric.group}")
     return f"{group}/{name.removeprefix('eval/').removeprefix(f'{metric.group}/')}"
 
 
-def console_text(metrics: dict[str, Any]) -> str:
-    """Return the text of a step's progress line."""
-    return "  ".join(text.format(metrics[name]) for name, text in CONSOLE.items() if name in metrics)
-
-
-def numbers(metrics: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers of a step; of a list by layer its largest."""
+def scalar_metrics(metrics: dict[str, Any]) -> dict[str, float]:
+    """Return the metrics that are numbers, and the largest number of each metric that is a list by layer."""
     largest = {name: max(value) if isinstance(value, list) and value else value for name, value in metrics.items()}
     return {name: value for name, value in largest.items() if isinstance(value, int | float)}
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """Return the metrics of every step in a run's metrics.jsonl, in their order, without lines of no step."""
+    """Return the metrics of each step in a run's metrics.jsonl, in the order of the lines; skip unreadable lines."""
     return [entry for line in (run / METRICS).read_bytes().splitlines() if (entry := metrics_entry(line)) is not None]
 
 
 def loss_picture(metrics: Sequence[dict[str, Any]], *, title: str, entropy: float) -> bytes:
-    """Return a PNG of a whole run's losses over its steps; the training loss as it is and averaged.
+    """Return a PNG of a run's training loss, raw and averaged, and of its validation losses, over the steps.
 
     Args:
         metrics: the objects of metrics.jsonl.
-        entropy: of the tokens, in nats; drawn as the line that a model without context cannot pass.
+        entropy: entropy of the tokens, in nats: a line below which a model needs context.
     """
     import numpy as np
 
@@ -126,7 +120,8 @@ def loss_picture(metrics: Sequence[dict[str, Any]], *, title: str, entropy: floa
 
     def draw(panels: Any) -> None:
         axes = panels[0, 0]
-        losses, window = [entry["loss"] for entry in metrics], 1 + len(metrics) // SMOOTHED_SHARE
+        losses = [entry["loss"] for entry in metrics]
+        window = 1 + len(metrics) // SMOOTHED_SHARE  # steps
         axes.plot(range(1, len(losses) + 1), losses, linewidth=0.6, alpha=0.4, color="C0", label="training, each step")
         means = np.convolve(losses, np.full(window, 1 / window), "valid")
         axes.plot(range(window, len(losses) + 1), means, linewidth=2, color="C0", label="training, mean of steps")

@@ -1,4 +1,4 @@
-"""A run's optimizer: megatron-core's, over the torch optimizer of a rule (`optimizers.py`)."""
+"""Builds a run's optimizer: megatron-core's, around the torch optimizer of an entry of `OPTIMIZERS`."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -13,13 +13,13 @@ from megatron_fanformer.ops.matrices import norm
 from megatron_fanformer.plan.gradient_buffers import EMBEDDING
 from megatron_fanformer.train.optimizers import AdamW, OptimizerConfig
 
-if TYPE_CHECKING:  # megatron-core takes seconds to import, and a configuration is checked before
+if TYPE_CHECKING:  # megatron-core takes seconds to import, and a configuration is checked before that
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.optimizer import MegatronOptimizer
 
 
 def build_optimizer(config: OptimizerConfig, stages: "list[DistributedDataParallel]") -> "MegatronOptimizer":
-    """Return megatron-core's optimizer over the stages of this rank."""
+    """Return megatron-core's optimizer for the weights of this rank's stages."""
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
     from megatron.core.optimizer import get_megatron_optimizer
 
@@ -37,22 +37,22 @@ def build_optimizer(config: OptimizerConfig, stages: "list[DistributedDataParall
         adam_beta2=config.adam_beta2,
         adam_eps=config.adam_eps,
     )
-    with _in_place_of_adam(rule.torch_class()):
-        optimizer = get_megatron_optimizer(megatron_config, stages, config_overrides=_overrides(rule, stages))
+    with _replacing_adam(rule.torch_class()):
+        optimizer = get_megatron_optimizer(megatron_config, stages, config_overrides=_config_overrides(rule, stages))
     for part in single_optimizers(optimizer):
-        part.init_state_fn = lambda torch_optimizer, _config=None: _make_states(rule, torch_optimizer)
+        part.init_state_fn = lambda torch_optimizer, _config=None: _initialize_states(rule, torch_optimizer)
         rule.connect(config, part, stages)
     return optimizer
 
 
 def single_optimizers(optimizer: Any) -> list[Any]:
-    """Return the optimizers in a chain, or the one that is none."""
+    """Return the members of a chained optimizer, or the optimizer itself if it is no chain."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 @torch.no_grad()
 def weight_norm(optimizer: "MegatronOptimizer") -> float:
-    """Return the global norm of the main weights, as megatron-core takes the gradient norm; a collective call."""
+    """Return the global norm of the main weights, each weight counted once; a collective call."""
     from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
     from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
     from megatron.core.transformer.module import param_is_not_shared
@@ -69,45 +69,44 @@ def weight_norm(optimizer: "MegatronOptimizer") -> float:
     return math.sqrt(square)
 
 
-def _overrides(rule: AdamW, stages: list[Any]) -> dict[Any, dict[str, Any]]:
+def _config_overrides(rule: AdamW, stages: list[Any]) -> dict[Any, dict[str, Any]]:
+    """Return the entries of parameter groups that differ from the defaults, by megatron-core's key for the weights."""
     from megatron.core.optimizer import ParamKey
     from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 
-    def group_of(parameter: torch.nn.Parameter, name: str) -> Mapping[str, Any]:
-        # `shared_embedding` marks the last stage's copy of a tied embedding, which is called output_layer there
+    def entries_of(parameter: torch.nn.Parameter, name: str) -> Mapping[str, Any]:
+        # `shared_embedding` marks the last stage's copy of a tied embedding, whose name there is output_layer
         is_copy = getattr(parameter, "shared_embedding", False)
-        return rule.group_of(EMBEDDING if is_copy else name, parameter.ndim)
+        return rule.group_entries(EMBEDDING if is_copy else name, parameter.ndim)
 
-    groups = [group_of(parameter, name) for stage in stages for name, parameter in stage.named_parameters()]
+    groups = [entries_of(parameter, name) for stage in stages for name, parameter in stage.named_parameters()]
     overrides: dict[Any, dict[str, Any]] = {}
-    for key, group in {tuple(sorted(group.items())): group for group in groups if group}.items():
+    for key, entries in {tuple(sorted(entries.items())): entries for entries in groups if entries}.items():
         predicate = ParamWithNamePredicate(
-            name=str(key), fn=lambda parameter, name, group=group: group_of(parameter, name) == group
+            name=str(key), fn=lambda parameter, name, entries=entries: entries_of(parameter, name) == entries
         )
-        overrides[ParamKey(with_name_predicate=predicate)] = dict(group)
+        overrides[ParamKey(with_name_predicate=predicate)] = dict(entries)
     return overrides
 
 
-def _make_states(rule: AdamW, torch_optimizer: torch.optim.Optimizer) -> None:
-    """Make the state tensors, as the first step would."""
+def _initialize_states(rule: AdamW, torch_optimizer: torch.optim.Optimizer) -> None:
+    """Create the state tensors that the first step would create, so that a checkpoint can be loaded into them."""
     for group in torch_optimizer.param_groups:
         for weight in group["params"]:
             if torch_optimizer.state[weight]:
                 continue
-            if (initialize := getattr(torch_optimizer, "initialize_state", None)) is not None:
-                initialize(weight, False)  # the Engine's Adam, which notes more of a moment in bf16 than its tensor
+            if hasattr(torch_optimizer, "initialize_state"):  # Transformer Engine's Adam, which keeps more than tensors
+                torch_optimizer.initialize_state(weight, False)
                 continue
             torch_optimizer.state[weight] = {
-                name: torch.zeros_like(weight, dtype=torch_dtype(rule.state_dtype(name))) for name in rule.states(group)
+                name: torch.zeros_like(weight, dtype=torch_dtype(rule.state_dtype(name)))
+                for name in rule.state_names(group)
             }
 
 
 @contextmanager
-def _in_place_of_adam(torch_class: type[torch.optim.Optimizer] | None) -> Iterator[None]:
-    """Make megatron-core build a torch optimizer where it would build Adam, the one that it shards.
-
-    None leaves its own.
-    """
+def _replacing_adam(torch_class: type[torch.optim.Optimizer] | None) -> Iterator[None]:
+    """Make megatron-core create a torch optimizer of this class instead of its Adam; None changes nothing."""
     import megatron.core.optimizer as megatron_optimizer
     from megatron.core.optimizer import distrib_optimizer
 
@@ -115,7 +114,7 @@ def _in_place_of_adam(torch_class: type[torch.optim.Optimizer] | None) -> Iterat
         yield
         return
     sharding: Any = distrib_optimizer
-    sharding.HAVE_APEX_OR_TE = True  # for good: its own state dicts then look for the step in the groups, too
+    sharding.HAVE_APEX_OR_TE = True  # stays set: it makes state dicts read and write the step in the groups
     with (
         mock.patch.object(megatron_optimizer, "Adam", torch_class),
         mock.patch.object(megatron_optimizer, "USING_PYTORCH_OPTIMIZER", False),

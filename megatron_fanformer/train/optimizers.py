@@ -1,6 +1,6 @@
-"""The section `optimizer` of a configuration, and the rules by which weights are updated; imports no torch.
+"""The section `optimizer` of a configuration, and the optimizers that it can name; imports no torch.
 
-A new optimizer is a file with a subclass of `AdamW` and of its torch optimizer, and an entry of `OPTIMIZERS`.
+To add an optimizer, write a subclass of `AdamW` and its torch optimizer, and enter it in `OPTIMIZERS`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,41 +13,41 @@ from megatron_fanformer.plan.gradient_buffers import EMBEDDING, OptimizerStates
 from megatron_fanformer.plan.matrix_updates import BY_MUON
 from megatron_fanformer.runtime.layout import ParallelConfig
 
-if TYPE_CHECKING:  # torch takes seconds to import, and a configuration is checked before
+if TYPE_CHECKING:  # torch takes seconds to import, and a configuration is checked before that
     import torch
 
 StateDtype = Literal["fp32", "bf16"]
 STATE_ELEMENT_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2}
 LARGEST_BF16_DECAY = 1 - 2**-8
-"""Of a state in bf16, whose numbers are up to 2^-7 apart: nearer to 1, some values round back to themselves."""
+"""The largest decay for states in bf16, whose numbers are up to 2^-7 apart: a larger one leaves some unchanged."""
 
 Group = Mapping[str, Any]
-"""A parameter group, or the entries that `group_of` returns for one."""
+"""A parameter group, or the entries that `group_entries` returns for one."""
 
 
 @dataclass(frozen=True)
 class AdamW(OptimizerStates):
-    """The update of weights and its states: Adam with decoupled decay, as the reference has it.
+    """Adam with decoupled decay, as in the authors' implementation, and the base class of the other optimizers.
 
-    Norms, biases and embeddings are not decayed (a tied head is the embedding). Other optimizers override what differs.
+    Norms, biases and embeddings are not decayed (a tied head is the embedding).
 
-    megatron-core shards, clips and keeps main weights for any of them, with `torch_class` in the place of its Adam.
-    The distributed optimizer cuts main weights into flat ranges: what an update has to know of a weight's shape or name
-    must stand in its parameter group.
+    megatron-core shards the states, clips gradients and keeps main weights for every optimizer, and uses `torch_class`
+    instead of its Adam. The distributed optimizer cuts main weights into flat ranges. If an update depends on the shape
+    or the name of a weight, the parameter group must say so.
     """
 
     exp_avg_dtype: StateDtype = "fp32"
     exp_avg_sq_dtype: StateDtype = "fp32"
     resumed_entries: ClassVar[tuple[str, ...]] = ("step",)
-    """Entries that a resumed run takes from a checkpoint's parameter groups; its configuration sets the others."""
+    """Entries of parameter groups that a resumed run takes from the checkpoint; its configuration sets all others."""
 
     def torch_class(self) -> "type[torch.optim.Optimizer] | None":
-        """Return the torch optimizer that takes the place of megatron-core's Adam; None leaves that one.
+        """Return the torch optimizer to use instead of megatron-core's Adam; None: use megatron-core's.
 
-        It keeps its state in tensors of the weight's shape, and everything else in the parameter group. Ours stands in
-        where neither Transformer Engine nor apex brings a fused one for these moments: with torch's AdamW, megatron-
-        core's distributed optimizer loads the *same* step tensor into every parameter's state; it then advances once
-        per parameter, and a resumed run silently goes wrong.
+        Each state must be a tensor of the weight's shape; everything else belongs into the parameter group. Our Adam is
+        used if neither Transformer Engine nor apex has a fused one for these number formats. torch's AdamW cannot be:
+        megatron-core's distributed optimizer would load one shared step tensor into the states of all parameters, the
+        step would advance once per parameter, and a resumed run would silently go wrong.
         """
         import megatron.core.optimizer as megatron_optimizer
 
@@ -58,32 +58,38 @@ class AdamW(OptimizerStates):
         formats = {self.exp_avg_dtype, self.exp_avg_sq_dtype}
         if formats == {"fp32"}:
             return None
-        # Of one moment in bf16 the Engine's step makes float32 copies of all weights' at once; ours of a block.
+        # If only one moment is in bf16, the Engine's step copies all weights to float32 at once; ours copies blocks.
         return with_bf16_moments(megatron_optimizer.Adam) if formats == {"bf16"} else Adam
 
     def connect(self, config: Any, optimizer: Any, stages: list[Any]) -> None:
-        """Give the torch optimizer of megatron-core's `optimizer` its settings: the formats of states to our Adam."""
+        """Give our Adam, if megatron-core's `optimizer` contains it, the number formats of its states.
+
+        Args:
+            config: the section `optimizer` of the run's configuration.
+            stages: this rank's chunks of the model.
+        """
         from megatron_fanformer.model.config import torch_dtype
         from megatron_fanformer.train.torch_optimizers import Adam
 
         adam = optimizer.optimizer
         if isinstance(adam, Adam):
-            names = {name for group in adam.param_groups for name in self.states(group)}
+            names = {name for group in adam.param_groups for name in self.state_names(group)}
             adam.state_dtypes = {name: torch_dtype(self.state_dtype(name)) for name in names}
 
-    def group_of(self, name: str, dimensions: int) -> Group:
-        """Return the entries that set a weight's parameter group apart; weights with the same ones share a group.
+    def group_entries(self, name: str, dimensions: int) -> Group:
+        """Return the entries of a weight's parameter group; weights with equal entries share a group.
 
-        `wd_mult` multiplies the decay, `lr_mult` the learning rate; others are the rule's own.
+        `wd_mult` multiplies the decay and `lr_mult` the learning rate; an optimizer may define more entries.
 
         Args:
-            name: as Megatron's modules name it, with any prefix; a tied embedding's second copy goes by `EMBEDDING`.
-            dimensions: 1 of norms and biases, 2 of matrices.
+            name: the weight's name in Megatron's modules, with any prefix; `EMBEDDING` for the second copy of a tied
+                embedding.
+            dimensions: 1 for norms and biases, 2 for matrices.
         """
         return {"wd_mult": 0.0} if dimensions == 1 or EMBEDDING in name else {}
 
-    def states(self, group: Group) -> tuple[str, ...]:
-        """Return the names of a weight's states in a parameter group, as checkpoints have them."""
+    def state_names(self, group: Group) -> tuple[str, ...]:
+        """Return the names of the states of a parameter group's weights; checkpoints use the same names."""
         return ("exp_avg", "exp_avg_sq")
 
     def state_dtype(self, name: str) -> StateDtype:
@@ -91,53 +97,55 @@ class AdamW(OptimizerStates):
         return {"exp_avg": self.exp_avg_dtype, "exp_avg_sq": self.exp_avg_sq_dtype}.get(name, "fp32")
 
     def state_bytes(self, name: str, dimensions: int) -> int:
-        """Return the bytes of state of each element of a weight; arguments as for `group_of`."""
-        number = 0
-        for state in self.states(self.group_of(name, dimensions)):  # a search calls it tens of thousands of times
-            number += STATE_ELEMENT_BYTES[self.state_dtype(state)]
-        return number
+        """Return the bytes of state per element of a weight; for the arguments see `group_entries`."""
+        num_bytes = 0
+        # A plain loop, because `plan` calls this tens of thousands of times.
+        for state in self.state_names(self.group_entries(name, dimensions)):
+            num_bytes += STATE_ELEMENT_BYTES[self.state_dtype(state)]
+        return num_bytes
 
     def takes_whole(self, name: str, dimensions: int) -> bool:
-        """Return whether the update of an element depends on all of its weight."""
+        """Return whether the update of one element depends on the whole weight."""
         return False
 
 
 @dataclass(frozen=True)
 class Muon(AdamW):
-    """Muon orthogonalizes the momentum of each matrix of a layer; all other weights are updated as by AdamW.
+    """Muon, which orthogonalizes the momentum of each matrix of a layer; AdamW updates all other weights.
 
-    The whole matrix is orthogonalized, whatever ranks hold it, so every layout trains the same model (megatron-core's
-    default, `blockwise`, is another model for each tensor parallel size). [p | g] of a layer's FAN maps is one matrix,
-    and so are gate and up together; QKV is three, as in Megatron-LM: the queries of all groups, the keys, the values.
+    The whole matrix is orthogonalized even if several ranks hold its parts, so every layout trains the same model.
+    (megatron-core's default, `blockwise`, trains another model for each tensor parallel size.) [p | g] of a layer's FAN
+    maps is one matrix, and so are gate and up together. QKV is three matrices, as in Megatron-LM: the queries of all
+    groups, the keys, and the values.
     """
 
     def torch_class(self) -> "type[torch.optim.Optimizer]":
-        """Return Muon's, with an Adam of ours, also where Transformer Engine or apex brings one."""
+        """Return Muon, which contains our Adam, even if Transformer Engine or apex has a fused Adam."""
         from megatron_fanformer.train.torch_optimizers import MuonAndAdam
 
         return MuonAndAdam
 
     def connect(self, config: Any, optimizer: Any, stages: list[Any]) -> None:
-        """Give the torch optimizer its settings and formats, and the matrices with the ranks that hold their parts."""
+        """Give the torch optimizer its settings, the formats of its states, and the matrices that it updates."""
         from megatron_fanformer.train.torch_optimizers import connect_muon
 
         super().connect(config, optimizer, stages)
         connect_muon(config, optimizer, stages, self.takes_whole)
 
-    def group_of(self, name: str, dimensions: int) -> Group:
-        """Return the mark of the matrices of layers, or Adam's entries."""
-        return {BY_MUON: True} if self.takes_whole(name, dimensions) else super().group_of(name, dimensions)
+    def group_entries(self, name: str, dimensions: int) -> Group:
+        """Return `BY_MUON` for the matrices of layers, AdamW's entries for all other weights."""
+        return {BY_MUON: True} if self.takes_whole(name, dimensions) else super().group_entries(name, dimensions)
 
-    def states(self, group: Group) -> tuple[str, ...]:
-        """Return the momentum, or Adam's moments."""
-        return ("momentum_buffer",) if BY_MUON in group else super().states(group)
+    def state_names(self, group: Group) -> tuple[str, ...]:
+        """Return the momentum for Muon's groups, Adam's moments for all others."""
+        return ("momentum_buffer",) if BY_MUON in group else super().state_names(group)
 
     def state_dtype(self, name: str) -> StateDtype:
-        """Return the number format of a state; the momentum is a first moment."""
+        """Return the number format of a state; the momentum has that of the first moment."""
         return self.exp_avg_dtype if name == "momentum_buffer" else super().state_dtype(name)
 
     def takes_whole(self, name: str, dimensions: int) -> bool:
-        """Return whether it is a matrix of a layer."""
+        """Return whether the weight is a matrix of a layer."""
         in_layer = name.startswith(("self_attention.", "mlp.")) or ".layers." in name
         return dimensions == 2 and in_layer
 
@@ -192,12 +200,12 @@ class OptimizerConfig:
 
     @property
     def rule(self) -> AdamW:
-        """The rule by which weights are updated, with the states' number formats."""
-        formats = {"exp_avg_dtype": self.exp_avg_dtype, "exp_avg_sq_dtype": self.exp_avg_sq_dtype}
-        return replace(OPTIMIZERS[self.name], **formats)
+        """The optimizer of this name, with the number formats of this configuration."""
+        rule = OPTIMIZERS[self.name]
+        return replace(rule, exp_avg_dtype=self.exp_avg_dtype, exp_avg_sq_dtype=self.exp_avg_sq_dtype)
 
     def joint_problems(self, parallel: ParallelConfig) -> Iterator[str]:
-        """Yield the rules that its fields break together, and in a layout, one line each."""
+        """Yield the broken rules between fields of this section, and between this section and the layout."""
         decays = [("adam_beta1", "exp_avg_dtype"), ("adam_beta2", "exp_avg_sq_dtype")]
         if self.name == "muon":
             decays.append(("muon_momentum", "exp_avg_dtype"))

@@ -1,6 +1,6 @@
-"""The start of a run: checks of its configuration and of every file that it is going to read.
+"""Checks the configuration of a run and every file that it will read, before the run starts.
 
-One process finds it for all ranks (see start.py): `find_start` returns one record, a `RunStart`, which every rank uses.
+One process does this for all ranks (see start.py); every rank uses the `RunStart` that `find_start` returns.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from megatron_fanformer.errors import CorruptError, InputError, collect_problems
 from megatron_fanformer.evaluate.survey import EvaluationSurvey, survey_evaluation
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.stores import is_url
-from megatron_fanformer.train.config import OF_THE_RUN, RunConfig
+from megatron_fanformer.train.config import RUN_FIELDS, RunConfig
 from megatron_fanformer.train.loggers import logger_problems
 from megatron_fanformer.train.machine_rules import (
     backend_problems,
@@ -48,38 +48,39 @@ from megatron_fanformer.train.machine_rules import (
 )
 from megatron_fanformer.train.recovery import read_events
 
-KEPT = ("training.seed", "training.global_batch_size", "optimizer.name")
-"""Fields that a run keeps when it is resumed, as it does its model."""
+FIXED_FIELDS = ("training.seed", "training.global_batch_size", "optimizer.name")
+"""Fields besides those of the model that must not change when a run resumes."""
 
-Damaged = tuple[tuple[Path, CorruptError], ...]
+Damaged = Sequence[tuple[Path, CorruptError]]
+"""Damaged checkpoints, and the damage of each."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunStart:
-    """A run's starting point, decided once for all its ranks."""
+    """Where a run starts, determined once for all ranks."""
 
     candidates: tuple[Path, ...] = ()
-    """The run's own checkpoints to resume from, the newest first. Tensors are read later: the first may be damaged."""
+    """The run's checkpoints to resume from, newest first. Their tensors are not read yet and may still be damaged."""
     damaged: Damaged = ()
-    """Newer checkpoints, and the damage of each."""
+    """Damaged checkpoints that are newer than the candidates."""
     loaded: Path | None = None
     """The checkpoint whose weights a new run starts with."""
     data: CheckedData
     """The token files."""
     identity: DataFingerprint
-    """The identity of that data."""
+    """The fingerprint of the token files, with which checkpoints record their data."""
     train_iters: int
     """Steps of the whole run, computed from `training.epochs` if that is given."""
     evaluation: EvaluationSurvey = field(default_factory=EvaluationSurvey)
-    """Tasks and sets to evaluate on, besides its validation data."""
+    """Tasks and perplexity sets of the evaluation in the loop."""
     events: tuple[dict[str, Any], ...] = ()
     """The run's recovery events so far."""
 
     @property
     def resumed(self) -> Path | None:
-        """The checkpoint that the run resumes from."""
+        """The newest candidate; None: the run starts from step 0."""
         return self.candidates[0] if self.candidates else None
 
 
@@ -90,35 +91,37 @@ def find_start(
     unless_complete: bool = False,
     before_torch: Callable[[], None] = lambda: None,
 ) -> RunStart | None:
-    """Check a run in a world of that many ranks (None: to be launched here), and return its starting point.
+    """Check a run and return its starting point.
 
     Args:
-        unless_complete: return None, with a log line, if the last step is saved already.
-        before_torch: is called once all is checked but the machine and the data, which takes torch.
+        world_size: the number of ranks; None: as many as the layout needs.
+        unless_complete: return None, and log a line, if the last step is already saved.
+        before_torch: is called before the checks of the machine and the data, which import torch.
 
     Raises:
-        InputError: every problem, one line each; if there is no other, the problems of this machine; or data that have
-            changed since the checkpoint.
+        InputError: the configuration or a named file has problems, one line each; or, only without such problems, this
+            machine lacks something, or the data have changed since the checkpoint.
         CorruptError: token files or a checkpoint are damaged.
     """
     problems: list[str] = []
-    length_field = config.training.length_field
+    length_field = "train_iters" if config.training.epochs is None else "epochs"
     config, evaluation = _check_config(config, world_size, problems)
     if problems and (config.checkpoint.mirror or is_url(config.checkpoint.load or "")):
-        raise InputError("\n".join(problems))  # nothing is fetched for a run that cannot start
+        raise InputError("\n".join(problems))  # before fetching checkpoints for a run that cannot start
     if checkpoints := collect_problems(problems, lambda: _find_checkpoints(config)):
         candidates, damaged, loaded = checkpoints
         if candidates:
             problems += _resume_problems(candidates[0], config, length_field)
         elif loaded is not None:
-            # Positions that are no longer scaled, where the checkpoint's are, were rather forgotten than meant.
-            ignoring = OF_THE_RUN if config.model.rope_scaling.is_scaled else ("seq_length",)
-            problems += _model_problems(loaded, config, ignoring=ignoring)
+            # If the checkpoint has scaled positions and the run has not, the user has probably forgotten them.
+            may_differ = RUN_FIELDS if config.model.rope_scaling.is_scaled else ("seq_length",)
+            problems += _model_problems(loaded, config, may_differ=may_differ)
     if problems or checkpoints is None or evaluation is None:
         raise InputError("\n".join(problems))
     run, steps = Path(config.training.run_dir), f"{config.training.steps:,}"
     is_saved = bool(candidates) and run_folder.step_of(candidates[0]) == config.training.steps
-    if unless_complete and is_saved and not damaged and config.checkpoint.mirror is None:  # else to copy the rest
+    # With a mirror the run starts even if it is complete, to finish copying.
+    if unless_complete and is_saved and not damaged and config.checkpoint.mirror is None:
         logger.info(
             "complete: %s of %s steps in %s; raise training.%s to train on, or name another training.run_dir",
             *(steps, steps, run, length_field),
@@ -133,7 +136,7 @@ def find_start(
         damaged=damaged,
         loaded=loaded,
         data=data,
-        identity=_identity(config, data, candidates if config.recovery.use_earlier_checkpoint else candidates[:1]),
+        identity=_data_identity(config, data, candidates if config.recovery.use_earlier_checkpoint else candidates[:1]),
         train_iters=config.training.steps,
         evaluation=evaluation,
         events=tuple(read_events(run)) if candidates else (),
@@ -143,9 +146,10 @@ def find_start(
 def _check_config(
     config: RunConfig, world_size: int | None, problems: list[str]
 ) -> tuple[RunConfig, EvaluationSurvey | None]:
-    """Add what is wrong with a configuration to `problems`.
+    """Append the problems of a configuration to `problems`.
 
-    Return it with its steps, and its tasks and perplexity sets where nothing is wrong with them.
+    Return the configuration with the number of steps filled in, and its tasks and perplexity sets; None if they, or the
+    sections that they depend on, have problems.
     """
     replicas = None
     if not config.parallel.problems():
@@ -158,7 +162,7 @@ def _check_config(
     tokenizer_problems = _tokenizer_problems(config)
     problems += tokenizer_problems
     if tokenizer_problems or section_problems:
-        return config, None  # the same would be reported twice
+        return config, None  # the survey would report the same problems again
     survey = collect_problems(
         problems,
         lambda: survey_evaluation(
@@ -172,7 +176,7 @@ def _check_config(
 
 
 def machine_problems(config: RunConfig) -> list[str]:
-    """Return the rules that a configuration breaks on this machine, one line each."""
+    """Return what a configuration needs and this machine lacks, one line each."""
     try:
         device = devices.resolve_device(config.runtime.device)
     except InputError as error:
@@ -181,7 +185,7 @@ def machine_problems(config: RunConfig) -> list[str]:
     in_fp32 = config.dtype(device).itemsize == 4
     return [
         *kernel_problems(kernels),
-        *layer_problems(model, parallel, kernels, with_engine=has_engine(kernels), in_fp32=in_fp32),
+        *layer_problems(model, parallel, kernels, uses_engine=has_engine(kernels), in_fp32=in_fp32),
         *backend_problems(parallel, kernels, config.runtime.backend(device), device),
         *fp8_machine_problems(config.precision, device),
         *logger_problems(config.logging),
@@ -189,32 +193,32 @@ def machine_problems(config: RunConfig) -> list[str]:
 
 
 def check_data(config: RunConfig) -> CheckedData:
-    """Survey the token files of a run whose number of steps is known, and check that they suffice.
+    """Check the token files of a run, and that they hold enough samples; the run's number of steps must be known.
 
     Raises:
         InputError: a file is missing, or there is too little data.
         CorruptError: files are damaged.
     """
     data = check_files(config.data, config.model.vocab_size)
-    if not config.data.is_chats:  # those have been packed
-        train_samples, valid_samples = drawn_samples(config)
+    if not config.data.is_chats:  # `with_steps` has checked conversations
         counts = SampleCounts(data, config.model.seq_length)
-        sizes = {"train_samples": train_samples, "valid_samples": valid_samples}
-        counts.check(config.data, **sizes, mixes=run_mixes(config, data))
+        counts.check(config.data, **dataset_sizes(config), mixes=run_mixes(config, data))
     return data
 
 
 def with_steps(config: RunConfig) -> RunConfig:
-    """Return the configuration with `training.epochs` as `train_iters`, where it is of chats; else as it is.
+    """Return the configuration with `training.epochs` converted to `train_iters`; check the conversations first.
+
+    Unless the data are conversations, return the configuration unchanged.
 
     Raises:
-        InputError: there are no such files, or no conversations to train or to validate on.
-        CorruptError: files disagree with one another.
+        InputError: a file is missing, or there are no conversations to train or to validate on.
+        CorruptError: files contradict each other.
     """
     if not config.data.is_chats:
         return config
     training = config.training
-    for name, conversations in validation_conversations(config.data).items():  # refused now, where there are none
+    for name, conversations in validation_conversations(config.data).items():
         conversations.refuse_unlearned(name, config.model.seq_length)
     packing = pack(training_conversations(config.data).lengths, config.model.seq_length, seed=training.seed)
     logger.info("%s", packing.describe())
@@ -226,18 +230,18 @@ def with_steps(config: RunConfig) -> RunConfig:
 
 
 def with_train_iters(config: RunConfig, steps: int) -> RunConfig:
-    """Return the configuration of a run of so many steps, in place of `train_iters` or `epochs`."""
+    """Return the configuration with `train_iters` set to `steps`, and without `epochs`."""
     return dataclasses.replace(config, training=dataclasses.replace(config.training, train_iters=steps, epochs=None))
 
 
-def drawn_samples(config: RunConfig) -> tuple[int, int]:
-    """Return the number of samples that a run draws from its training data, and from each validation set."""
-    training = config.training
-    return training.steps * training.global_batch_size, training.eval_iters * training.global_batch_size
+def dataset_sizes(config: RunConfig) -> dict[str, int]:
+    """Return the samples that a run takes from its training data and from each validation set, as named arguments."""
+    size, training = config.training.global_batch_size, config.training
+    return {"train_samples": training.steps * size, "valid_samples": training.eval_iters * size}
 
 
 def run_mixes(config: RunConfig, data: CheckedData) -> list[Mix]:
-    """Return the mixes of a run, one where it has no others."""
+    """Return the mixes of a run in the order of the steps: `data.train_data`, then the stages of `data.stages`."""
     sizes = {"global_batch_size": config.training.global_batch_size, "seq_length": config.model.seq_length}
     return ordered(data.train, data.mixes, **sizes)
 
@@ -245,32 +249,32 @@ def run_mixes(config: RunConfig, data: CheckedData) -> list[Mix]:
 # -- the data
 
 
-def _identity(config: RunConfig, data: CheckedData, candidates: Sequence[Path]) -> DataFingerprint:
-    """Return the identity of a run's data from here on, with its changes since the checkpoint.
+def _data_identity(config: RunConfig, data: CheckedData, candidates: Sequence[Path]) -> DataFingerprint:
+    """Return the fingerprint of a run's data from here on, with all changes of the data since the run began.
 
     Args:
-        candidates: checkpoints that it may resume from, the first that the ranks can load; none where it begins.
+        candidates: the checkpoints to resume from, in the order in which the ranks try to load them; none in a new run.
 
     Raises:
         InputError: data have changed, and `data.allow_change` does not name them.
     """
     from megatron_fanformer.checkpoint.stored_files import read_table, saved_progress  # imports torch
 
-    train_samples, _ = drawn_samples(config)
-    # Where there are several mixes, a source's order does not depend on the number of samples.
+    train_samples = dataset_sizes(config)["train_samples"]
+    # With several mixes, the order of a source's samples does not depend on their number.
     is_repeated = not (config.data.is_chats or config.data.stages) and SampleCounts(
         data, config.model.seq_length
     ).repeats_pairs(config.data, train_samples=train_samples)
     mixes = run_mixes(config, data)
     present = fingerprint_data(config.data, data, samples=train_samples if is_repeated else None, mixes=mixes)
     manifests = [read_manifest(prefix) for mix in mixes for source in mix.blend.sources for prefix in source.prefixes]
-    made_by = [manifest.tokenizer.sha256 for manifest in manifests if manifest]
-    if present.tokenizer and (other := another_tokenizer(made_by, present.tokenizer, "data.tokenizer")):
+    digests = [manifest.tokenizer.sha256 for manifest in manifests if manifest]
+    if present.tokenizer and (other := another_tokenizer(digests, present.tokenizer, "data.tokenizer")):
         logger.warning("training data were made with %s, which goes into every checkpoint; name theirs", other)
     for checkpoint in candidates:
         try:
             progress = saved_progress(checkpoint, read_table(checkpoint))
-        except CorruptError as error:  # the ranks notice it, too, and go on from the next
+        except CorruptError as error:  # the ranks will find it damaged as well, and load the next
             logger.info("%s; its data cannot be compared with those of this configuration", error)
             continue
         before = None if progress is None else fingerprint_from_plain(progress.data, checkpoint)
@@ -289,11 +293,11 @@ def _identity(config: RunConfig, data: CheckedData, candidates: Sequence[Path]) 
 
 
 def _find_checkpoints(config: RunConfig) -> tuple[tuple[Path, ...], Damaged, Path | None]:
-    """Return the candidates and the damaged checkpoints to resume from, and the one whose weights a new run loads.
+    """Return the checkpoints to resume from, damaged newer ones, and the checkpoint whose weights a new run loads.
 
     Raises:
-        InputError: a path that is named is of another kind.
-        CorruptError: a checkpoint is damaged, and there is no earlier one, or it is not to be used.
+        InputError: `training.run_dir` is a file, or `checkpoint.load` is no checkpoint.
+        CorruptError: a checkpoint is damaged, and there is no earlier one, or earlier ones are not to be used.
     """
     run, use_earlier = Path(config.training.run_dir), config.recovery.use_earlier_checkpoint
     if run.exists() and not run.is_dir():
@@ -305,7 +309,7 @@ def _find_checkpoints(config: RunConfig) -> tuple[tuple[Path, ...], Damaged, Pat
     damaged: list[tuple[Path, CorruptError]] = []
     for number, checkpoint in enumerate(checkpoints):
         try:
-            run_folder.check_sound(checkpoint)  # its small files; the ranks check tensor files when they load them
+            run_folder.check_sound(checkpoint)  # only small files; ranks check the tensor files when they load them
         except CorruptError as error:
             damaged.append((checkpoint, error))
             if not use_earlier:
@@ -318,7 +322,7 @@ def _find_checkpoints(config: RunConfig) -> tuple[tuple[Path, ...], Damaged, Pat
     if not load:
         return (), (), None
     try:
-        if is_url(load):  # into the run's folder, which all of its machines see
+        if is_url(load):  # fetch it into the run's folder, which all machines share
             return (), (), find_checkpoint(fetch_checkpoint(load, run / run_folder.LOADED, logger.info))
         return (), (), find_checkpoint(load)
     except InputError as error:
@@ -326,12 +330,12 @@ def _find_checkpoints(config: RunConfig) -> tuple[tuple[Path, ...], Damaged, Pat
 
 
 def _tokenizer_problems(config: RunConfig) -> list[str]:
-    """Return the problems of the tokenizer that goes into every checkpoint, so that none comes at the first save."""
+    """Return the problems of the tokenizer, which would otherwise show only at the first save."""
     path = config.data.tokenizer
-    if path is None or not (is_url(path) or Path(path).exists()):  # the latter is reported with the data's own problems
+    if path is None or not (is_url(path) or Path(path).exists()):  # the section `data` reports a missing file
         return []
     try:
-        tokenizer = load_tokenizer(path, needs_eod=False)  # the token files hold it
+        tokenizer = load_tokenizer(path, needs_eod=False)  # token files already contain the end-of-document token
     except InputError as error:
         return [f"data.tokenizer: {error}"]
     if tokenizer.vocab_size > config.model.vocab_size:
@@ -343,10 +347,10 @@ def _tokenizer_problems(config: RunConfig) -> list[str]:
 
 
 def _resume_problems(checkpoint: Path, config: RunConfig, length_field: str) -> list[str]:
-    """Return why a run cannot resume: its model, seed, batch size and optimizer stay, or samples would repeat.
+    """Return the reasons why a run cannot resume: the model and `FIXED_FIELDS` must not change, nor the step decrease.
 
     Args:
-        length_field: of `training`, which states its length.
+        length_field: the field of `training` that states the run's length.
     """
     saved = run_folder.saved_config(checkpoint)
     if "training" not in saved:
@@ -367,17 +371,18 @@ def _resume_problems(checkpoint: Path, config: RunConfig, length_field: str) -> 
     return problems + [
         f"{name} is {present[name]}, but the run in {config.training.run_dir} has {before.get(name)}; change it back, "
         "or name another training.run_dir, which checkpoint.load starts from this one's weights"
-        for name in KEPT
+        for name in FIXED_FIELDS
         if present[name] != before.get(name)
     ]
 
 
-def _model_problems(checkpoint: Path, config: RunConfig, ignoring: tuple[str, ...] = ()) -> list[str]:
+def _model_problems(checkpoint: Path, config: RunConfig, may_differ: tuple[str, ...] = ()) -> list[str]:
+    """Return one line for each model field that differs from the checkpoint's, other than those in `may_differ`."""
     saved = run_folder.saved_model(checkpoint).resolved_fields()
     remedies = {"padded_vocab_size": f"set model.make_vocab_size_divisible_by to {saved['padded_vocab_size']}"}
     return [
         f"model.{name} is {value}, but the checkpoint {checkpoint} was saved with {saved[name]}; "
         f"{remedies.get(name, 'set it to that')}"
         for name, value in config.model.resolved_fields().items()
-        if value != saved[name] and name.partition(".")[0] not in ignoring
+        if value != saved[name] and name.partition(".")[0] not in may_differ
     ]

@@ -1,5 +1,6 @@
-"""Profiles steps of a run by torch's profiler: a Chrome trace and a table of operations for each of
-`logging.profile_ranks`, in the folder `traces` of the run. Profiled steps compute the same numbers.
+"""Profiles steps of a run with torch's profiler. Profiled steps compute the same numbers as others.
+
+Each rank in `logging.profile_ranks` writes a Chrome trace and a table of operations to the run's folder `traces`.
 """
 
 import logging
@@ -19,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Profiler:
-    """Profiles `logging.profile_steps` on this rank; `run` is the run's folder."""
+    """Profiles `logging.profile_steps` on this rank, and writes to the run's folder `run`."""
 
     def __init__(self, config: LoggingConfig, grid: RankGrid, run: Path) -> None:
         self._grid, self._run = grid, run
@@ -47,24 +48,24 @@ class Profiler:
             self._write(step)
 
     def close(self, step: int, *, failed: bool) -> None:
-        """Write the profile that is going on after its last step, if one is and the run has not failed."""
+        """Write the unfinished profile, whose last step is `step`, if there is one; drop it if the run has failed."""
         if self._profile is not None and not failed:
             self._write(step)
-        elif self._profile is not None and self._grid.device == "cpu":  # a GPU's kernels may wait for other ranks
+        elif self._profile is not None and self._grid.device == "cpu":  # on a GPU, stopping may wait for ever
             self._profile.stop()
 
     def _write(self, last: int) -> None:
-        """Write the profile, as that of the steps taken so far; one that cannot be written ends no run."""
+        """Write the profile of the steps up to `last`; if that fails, warn and let the run go on."""
         assert self._profile is not None
         recorded, self._profile = self._profile, None
         file = self._run / TRACES / f"{checkpoint_name(self._first)}-{last:08d}" / f"rank-{self._grid.rank:05d}.json.gz"
-        by = "self_device_time_total" if self._grid.device == "cuda" else "self_cpu_time_total"
+        column = "self_device_time_total" if self._grid.device == "cuda" else "self_cpu_time_total"
         try:
             recorded.stop()
             file.parent.mkdir(parents=True, exist_ok=True)
             recorded.export_chrome_trace(str(file))
-            table = recorded.key_averages().table(sort_by=by, row_limit=TABLE_ROWS, max_name_column_width=80)
+            table = recorded.key_averages().table(sort_by=column, row_limit=TABLE_ROWS, max_name_column_width=80)
             file.with_name(f"rank-{self._grid.rank:05d}.txt").write_text(table)
             logger.info("profiled steps up to %d, in %s", last, file.parent)
-        except (OSError, RuntimeError) as error:  # the latter is torch's
+        except (OSError, RuntimeError) as error:  # torch raises RuntimeError
             logger.warning("the profile up to step %d cannot be written: %s", last, error)

@@ -1,13 +1,13 @@
-"""Recovery from steps whose numbers are bad: the judgment of steps, the decisions, and their record.
+"""Recovery from steps whose numbers are bad: which steps are bad, what follows, and the record of it.
 
     good                     the weights are updated
-    bad, good when repeated  a machine was at fault: updated by the second attempt
+    bad, good when repeated  a machine was at fault: the weights are updated by the second attempt
     bad                      the step's samples are skipped, the weights stay
     several bad in a row     the run goes back to the last checkpoint before them, and skips them from the start
 
-Every rank comes to the same decision: it judges numbers that all of them have (see `step.gradient_norm`). The trainer
-carries it out. What happened is appended to `recovery.jsonl` in the run's folder, from which a resumed run learns what
-to skip.
+Every rank comes to the same decision, because the numbers that it judges are equal on all ranks (`step.gradient_norm`).
+The trainer carries the decision out. Events are appended to `recovery.jsonl` in the run's folder; a resumed run reads
+there which steps to skip.
 """
 
 import json
@@ -33,10 +33,10 @@ TOTALS: dict[str, str] = {
     "skipped": "recovery/skipped_steps",
     "rewound": "recovery/rewinds",
 }
-"""For each event, the metric of a step that counts it over the whole run."""
+"""For each event, the metric that counts it from the start of the run."""
 
 BEGAN = "began"
-"""The event of a run from step 0 in a folder that has events of another."""
+"""The event that marks a new run from step 0, in a folder that has events of an earlier run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class RecoveryConfig:
     """After so many bad steps, go back to the last checkpoint before them and skip them; 0: the first ends the run
     (exit code 4)."""
     max_rewinds: int = 2
-    """Times that a run may go back without progress before it ends (exit code 4)."""
+    """How often a run may go back without progress before it ends (exit code 4)."""
     iterations_to_skip: list[int] = field(default_factory=list)
     """Steps whose samples are skipped."""
 
@@ -76,51 +76,52 @@ class RecoveryConfig:
 
 
 def read_events(run: Path) -> Iterator[dict[str, Any]]:
-    """Return the events of a run since it began, the oldest first; other lines are left out."""
+    """Yield the recorded events since the run began, the oldest first; ignore unreadable lines and a missing file."""
     try:
         lines = regular_file(run / RECOVERY).read_bytes().splitlines()
     except OSError:
         return
     events = [event for event in map(metrics_entry, lines) if event is not None]
-    began = max((number for number, event in enumerate(events, 1) if event.get("event") == BEGAN), default=0)
-    yield from (event for event in events[began:] if event.get("event") in TOTALS)
+    first = max((number for number, event in enumerate(events, 1) if event.get("event") == BEGAN), default=0)
+    yield from (event for event in events[first:] if event.get("event") in TOTALS)
 
 
 class EventLog:
-    """The events of a run, counted; every rank keeps one, and rank 0 writes them.
+    """Counts the events of a run on every rank, and writes them to `recovery.jsonl` on rank 0.
 
     Args:
-        past: the events at the start of the run, the same on all ranks.
+        past_events: the events at the start of the run, the same on all ranks.
+        is_writer: whether this is rank 0.
     """
 
-    def __init__(self, run: Path, past: list[dict[str, Any]], *, writes: bool) -> None:
-        self._path, self._writes = run / RECOVERY, writes
+    def __init__(self, run: Path, past_events: list[dict[str, Any]], *, is_writer: bool) -> None:
+        self._path, self._is_writer = run / RECOVERY, is_writer
         self._steps: dict[str, list[int]] = {}
-        for event in past:
+        for event in past_events:
             self._steps.setdefault(event["event"], []).append(event["step"])
 
-    def begin(self) -> None:
-        """Mark that a run begins from step 0: events before belong to an earlier run in the same folder."""
-        if self._writes and self._path.exists():
+    def mark_new_run(self) -> None:
+        """Record that a run begins at step 0; events before this mark belong to an earlier run in the same folder."""
+        if self._is_writer and self._path.exists():
             self._append(BEGAN, 0)
 
-    def add(self, event: Event, step: int, **facts: Any) -> None:
-        """Record an event; `facts` are plain values."""
+    def add(self, event: Event, step: int, **details: Any) -> None:
+        """Count an event and record it with details, which are plain values."""
         self._steps.setdefault(event, []).append(step)
-        if self._writes:
-            self._append(event, step, **facts)
+        if self._is_writer:
+            self._append(event, step, **details)
 
-    def _append(self, event: str, step: int, **facts: Any) -> None:
-        line = json.dumps({"step": step, "event": event, "time": round(time.time(), 3), **facts})
+    def _append(self, event: str, step: int, **details: Any) -> None:
+        line = json.dumps({"step": step, "event": event, "time": round(time.time(), 3), **details})
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with naming(self._path), self._path.open("a+b") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - 1))
-            is_torn = size and file.read() != b"\n"  # by a crash, or a full disk
-            file.write(b"\n" * bool(is_torn) + line.encode() + b"\n")
+            is_cut_off = size > 0 and file.read() != b"\n"  # a crash or a full disk ended the last line early
+            file.write(b"\n" * is_cut_off + line.encode() + b"\n")
 
     def totals(self) -> dict[str, int]:
-        """Return the count of each kind of event so far, for the metrics; a step that is skipped again counts once."""
+        """Return the metrics that count the events so far; a step counts as skipped once, however often it is."""
         return {TOTALS[event]: len(set(steps) if event == "skipped" else steps) for event, steps in self._steps.items()}
 
 
@@ -128,28 +129,28 @@ class BadSteps:
     """Decides which steps are bad, and which to skip.
 
     Args:
-        past: the events at the start of the run.
+        past_events: the events at the start of the run.
     """
 
-    def __init__(self, config: RecoveryConfig, past: list[dict[str, Any]]) -> None:
+    def __init__(self, config: RecoveryConfig, past_events: list[dict[str, Any]]) -> None:
         self._config = config
         self._losses: deque[float] = deque(maxlen=config.spike_window)
         self._norms: deque[float] = deque(maxlen=config.spike_window)
         self._to_skip = dict.fromkeys(config.iterations_to_skip, "named in recovery.iterations_to_skip")
-        for event in past:
+        for event in past_events:
             if event["event"] == "rewound":
                 self.skip_from_now_on(event.get("skipped", {}))
         self.in_a_row: dict[int, str] = {}
         """The bad steps since the last good one, and the fault of each."""
-        self._rewinds = 0  # without a new checkpoint with a good step behind the bad ones
+        self._rewinds = 0  # since the last checkpoint that was saved with progress (see `note_saved`)
         self._last_bad, self._last_good = 0, 0
 
     def reason_to_skip(self, step: int) -> str | None:
-        """Return why a step is not to be computed; None if it is."""
+        """Return the reason to skip a step; None if it is to be computed."""
         return self._to_skip.get(step)
 
     def skip_from_now_on(self, steps: dict[Any, Any]) -> None:
-        """Skip steps, for the reasons given."""
+        """Skip steps from now on; the argument maps each step to the reason."""
         self._to_skip.update({int(step): str(reason) for step, reason in steps.items()})
 
     def fault_in(self, loss: float, grad_norm: float) -> str | None:
@@ -163,12 +164,12 @@ class BadSteps:
                 return f"the {name} is {value}"
         if self._config.check_for_spiky_loss and len(self._losses) >= self._config.spike_window // 10:
             for name, value, window, factor in numbers:
-                if value > factor * (usual := statistics.median(window)):
-                    return f"the {name} is {value:.4g}, more than {factor:g} times its median of {usual:.4g}"
+                if value > factor * (median := statistics.median(window)):
+                    return f"the {name} is {value:.4g}, more than {factor:g} times its median of {median:.4g}"
         return None
 
     def note_good(self, step: int, loss: float, grad_norm: float) -> None:
-        """Count a step that was taken as good."""
+        """Note that a good step has updated the weights."""
         self.in_a_row.clear()
         self._last_good = step
         if self._config.check_for_spiky_loss:
@@ -176,24 +177,24 @@ class BadSteps:
             self._norms.append(grad_norm)
 
     def note_bad(self, step: int, fault: str) -> None:
-        """Count a step that was skipped because of its numbers as bad."""
+        """Note that a step was skipped because of a fault in its numbers."""
         self.in_a_row[step] = fault
         self._last_bad = max(self._last_bad, step)
 
     @property
     def limit_reached(self) -> bool:
-        """True if skipping has not helped: the run must go back, or end."""
+        """True if so many steps in a row were bad that the run must go back, or end."""
         return len(self.in_a_row) >= max(1, self._config.max_bad_steps_in_a_row)
 
     @property
     def rewind_refusal(self) -> str | None:
-        """The reason for which the run may not go back once more; None if it may."""
+        """The reason why the run may not go back again; None if it may."""
         if self._config.max_bad_steps_in_a_row == 0:
             return "recovery.max_bad_steps_in_a_row is 0"
         return None if self._rewinds < self._config.max_rewinds else "recovery.max_rewinds is reached"
 
     def note_rewind(self) -> dict[int, str]:
-        """Note that the run goes back, and return the bad steps, which it will skip."""
+        """Note that the run goes back; return the bad steps, which it will skip from now on, and their faults."""
         skipped = dict(self.in_a_row)
         self._rewinds += 1
         self.skip_from_now_on(skipped)
@@ -201,19 +202,20 @@ class BadSteps:
         return skipped
 
     def note_saved(self) -> None:
-        """Let the run go back again, from a new checkpoint: if a step after the bad ones was good, they lie behind it.
+        """Note that a checkpoint was saved; if a step after the bad ones was good, the run may go back again.
 
-        (Else it is only they that were skipped once more, and a run that has no good steps left would never end.)
+        Without a good step after them, the run has only skipped the bad steps again; if it could go back then, a run
+        that has no more good steps would never end.
         """
         if self._last_good > self._last_bad:
             self._rewinds = 0
 
     def medians(self) -> dict[str, list[float]]:
-        """Return the values of the running medians, for a checkpoint; empty where no spikes are looked for."""
+        """Return the values that the running medians are taken of, for a checkpoint; empty without spike checks."""
         return {"losses": list(self._losses), "grad_norms": list(self._norms)} if self._losses else {}
 
     def set_medians(self, saved: dict[str, list[float]]) -> None:
-        """Restore the `medians` of a checkpoint."""
+        """Restore the values that `medians` returned when a checkpoint was saved."""
         for window, name in ((self._losses, "losses"), (self._norms, "grad_norms")):
             window.clear()
             window.extend(saved.get(name, ()))

@@ -1,8 +1,8 @@
 """The log of a run: the standard `logging` module, set up once per process.
 
-Modules log what they do with `logging.getLogger(__name__)`. INFO is for the user: rank 0 prints it, above the live
-line. DEBUG is for whoever looks into a run afterwards. Both are in the log file, if there is one: one file per
-rank, with Python's warnings and the traceback of the error that ended the rank. What other ranks log is nowhere else.
+Modules log with `logging.getLogger(__name__)`. INFO is for the user: rank 0 prints it above the progress line. DEBUG is
+for debugging a run afterwards. If `logging.folder` is set, each rank writes both levels to a file there, with Python's
+warnings and the traceback of the error that ended the rank. Ranks other than 0 print nothing.
 """
 
 import faulthandler
@@ -22,21 +22,21 @@ logger = logging.getLogger(__name__)
 
 
 class RunLog:
-    """The log of this process, while `run_log` lasts."""
+    """The log of this process within `run_log`."""
 
     def __init__(self, rank: int) -> None:
-        self.console = _Output(markup=False)
-        """The terminal. Whatever shows a live line on it must use this one."""
+        self.console = _TolerantConsole(markup=False)
+        """The terminal. A progress line must be shown through this object, so that log lines appear above the line."""
         self._rank = rank
-        # Without a handler, logging would print warnings by its own of last resort.
+        # Without any handler, Python's `logging.lastResort` would print warnings.
         self._handlers: list[logging.Handler] = [logging.NullHandler()]
         if rank == 0:
-            self._handlers.append(_Terminal(self.console))
+            self._handlers.append(_TerminalHandler(self.console))
         for handler in self._handlers:
             logging.getLogger().addHandler(handler)
 
     def write_to(self, folder: str | None) -> None:
-        """Write the log to this rank's file in a folder from now on; None: to none.
+        """Write the log to this rank's file in `folder` from now on, or to no file if `folder` is None.
 
         Raises:
             InputError: the file cannot be written.
@@ -56,10 +56,10 @@ class RunLog:
         self._handlers.append(handler)
         logging.getLogger().addHandler(handler)
         assert handler.stream is not None
-        faulthandler.enable(handler.stream)  # stacks, where a library aborts the process, as NCCL's watchdog does
+        faulthandler.enable(handler.stream)  # writes the stacks if a library aborts the process, as NCCL's watchdog may
 
     def close(self) -> None:
-        """Receive nothing any more."""
+        """Detach all handlers and close the file."""
         faulthandler.disable()
         for handler in self._handlers:
             logging.getLogger().removeHandler(handler)
@@ -68,7 +68,7 @@ class RunLog:
 
 @contextmanager
 def run_log(rank: int) -> Iterator[RunLog]:
-    """Set up the log of a rank around all that it does; the error that ends it is logged, and propagates."""
+    """Set up the log of a rank for the block; an error that ends the block is logged and raised again."""
     package = logging.getLogger(PACKAGE)
     level = package.level
     log = RunLog(rank)
@@ -88,26 +88,26 @@ def run_log(rank: int) -> Iterator[RunLog]:
         log.close()
 
 
-class _Output(Console):
+class _TolerantConsole(Console):
+    """A console that outlives the reader of its output: rich would end the process, but the run must go on."""
+
     def on_broken_pipe(self) -> None:
-        with suppress(SystemExit):  # nobody reads any more, and the run goes on
+        with suppress(SystemExit):
             super().on_broken_pipe()
 
 
-class _Terminal(logging.Handler):
-    """Prints records for the user; each of Python's warnings once."""
+class _TerminalHandler(logging.Handler):
+    """Prints records of level INFO and above; repeated Python warnings only once."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.INFO)
         self._console = console
-        self._warnings: set[str] = set()
+        self._printed_warnings: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage().rstrip()
-        if getattr(record, "file_only", False):
+        if getattr(record, "file_only", False) or text in self._printed_warnings:
             return
         if record.name == PYTHON_WARNINGS:
-            if text in self._warnings:
-                return
-            self._warnings.add(text)
+            self._printed_warnings.add(text)
         self._console.print(text, highlight=False, soft_wrap=True, markup=False, emoji=False)

@@ -1,7 +1,4 @@
-"""The samples of a run: its datasets, and the samples of each step, rank and micro batch.
-
-The trainer takes its datasets from here, and `inspect` the samples of a step.
-"""
+"""The datasets of a run, and the numbers of the samples that each step, rank and micro batch takes."""
 
 from collections.abc import Generator, Iterator
 from typing import Any, NamedTuple
@@ -13,28 +10,27 @@ from megatron_fanformer.data.check import CheckedData
 from megatron_fanformer.data.datasets import Datasets, build_datasets
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.train.config import RunConfig
-from megatron_fanformer.train.preflight import drawn_samples
+from megatron_fanformer.train.preflight import dataset_sizes
 
 
 def run_datasets(config: RunConfig, data: CheckedData | None = None) -> Datasets:
-    """Return a run's training and validation samples; a collective call where torch.distributed is initialised.
+    """Return a run's training and validation datasets; a collective call if torch.distributed is initialized.
 
     Args:
-        data: the token files, once checked; None: rank 0 checks them now.
+        data: the checked token files; None: rank 0 checks them now.
 
     Raises:
-        InputError, CorruptError: those of `build_datasets`.
+        InputError: a token file is missing, or there is too little data.
+        CorruptError: a token file is damaged.
     """
-    train_samples, valid_samples = drawn_samples(config)
     return build_datasets(
         config.data,
         seq_length=config.model.seq_length,
-        train_samples=train_samples,
-        valid_samples=valid_samples,
+        **dataset_sizes(config),
         seed=config.training.seed,
         vocab_size=config.model.vocab_size,
         global_batch_size=config.training.global_batch_size,
-        eod_id=config.model.vocab_size - 1,  # any: GPTDataset looks for no document boundary (`document_masks` does)
+        eod_id=config.model.vocab_size - 1,  # without effect: `document_masks`, not GPTDataset, finds the documents
         data=data,
     )
 
@@ -42,12 +38,12 @@ def run_datasets(config: RunConfig, data: CheckedData | None = None) -> Datasets
 def read_batches(
     config: RunConfig, grid: RankGrid, dataset: Any, *, consumed_samples: int, for_training: bool = False
 ) -> Generator[dict[str, Tensor], None, None]:
-    """Return the micro batches of this rank's replica from a number of samples on.
+    """Return the micro batches of this rank's replica, starting after the first `consumed_samples` of the run.
 
-    One rank of each tensor and context parallel group reads them.
+    One rank of each tensor and context parallel group reads the samples and sends them to the others.
 
     Args:
-        for_training: read through loader processes, and hand samples only to the ranks that use them.
+        for_training: use loader processes, and send samples only to the ranks that need them.
     """
     size, has_document_ids = config.training.micro_batch_size, config.data.reset_attention_mask
     return shared_batches(
@@ -68,12 +64,12 @@ def read_batches(
 
 
 def consumed_before(config: RunConfig, step: int) -> int:
-    """Return samples that a run has taken when a step begins. Steps count from 1, as in metrics.jsonl."""
+    """Return the number of samples that a run has consumed before a step. Steps count from 1, as in metrics.jsonl."""
     return (step - 1) * config.training.global_batch_size
 
 
 class MicroBatch(NamedTuple):
-    """One micro batch of a step: whose it is, and its samples. All count from 0."""
+    """The place of a micro batch in a step, and the numbers of its samples; all count from 0."""
 
     number: int
     data_parallel_rank: int
@@ -83,7 +79,7 @@ class MicroBatch(NamedTuple):
 def step_micro_batches(
     config: RunConfig, dataset_length: int, step: int, data_parallel_size: int
 ) -> Iterator[MicroBatch]:
-    """Return every micro batch that a step takes from a dataset, on all ranks, in the order of the samples."""
+    """Yield every micro batch that a step takes from a dataset, over all replicas, in the order of the samples."""
     orders = [
         sample_numbers(
             dataset_length,

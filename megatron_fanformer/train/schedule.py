@@ -1,6 +1,6 @@
 """The learning rate over the steps: megatron-core's scheduler, counted in steps.
 
-Step n (from 1) runs at the rate of n: the first step of a warm-up of W steps at peak / W, as in the reference.
+Steps count from 1. The first step of a warm-up of W steps runs at peak / W, as in the authors' implementation.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from megatron_fanformer.errors import broken_fields
 from megatron_fanformer.train.optimizers import OptimizerConfig
 
-if TYPE_CHECKING:  # megatron-core takes seconds to import, and a configuration is checked before
+if TYPE_CHECKING:  # megatron-core takes seconds to import, and a configuration is checked before that
     from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -45,25 +45,21 @@ class ScheduleConfig:
         if self.lr_warmup_fraction is not None and self.lr_warmup_iters:
             lines.append(
                 f"schedule.lr_warmup_fraction is {self.lr_warmup_fraction} and lr_warmup_iters "
-                f"{self.lr_warmup_iters}, which both say how long the warm-up is; leave one out"
+                f"{self.lr_warmup_iters}, which both set the length of the warm-up; leave one out"
             )
         return lines
 
     def warmup_steps(self, decay_steps: int) -> int:
-        """Steps of warm-up before a decay that ends at a step."""
+        """Return the number of warm-up steps, if the decay ends at step `decay_steps`."""
         fraction = self.lr_warmup_fraction
         return self.lr_warmup_iters if fraction is None else round(fraction * decay_steps)
 
-    def lowest_rate(self, lr: float) -> float:
-        """Return the rate after the decay from a peak."""
-        return lr / 10 if self.min_lr is None else self.min_lr
-
     def wsd_steps(self, decay_steps: int) -> int:
-        """Return the steps of WSD's decay, which ends at a step."""
+        """Return the number of steps of WSD's decay, if it ends at step `decay_steps`."""
         return self.lr_wsd_decay_iters or max(1, decay_steps // 10)
 
     def joint_problems(self, *, lr: float, train_iters: int | None) -> list[str]:
-        """Return the broken rules between this configuration, the peak rate and the length of the run (None: open)."""
+        """Return the broken rules that involve the peak rate or the number of steps (None: unknown yet)."""
         problems = []
         decay = self.lr_decay_iters or train_iters
         if decay is not None and (warmup := self.warmup_steps(decay)) >= decay:
@@ -73,8 +69,8 @@ class ScheduleConfig:
                 "shorten the warm-up or raise training.train_iters"
             )
         elif decay is not None and self.lr_decay_style == "WSD" and warmup + (steps := self.wsd_steps(decay)) > decay:
-            wsd = f"{self.lr_wsd_decay_iters or f'null, here {steps}'}"
-            problems.append(  # the rate would jump where the warm-up ends
+            wsd = self.lr_wsd_decay_iters or f"null, here {steps}"
+            problems.append(  # the rate would jump at the end of the warm-up
                 f"schedule.lr_wsd_decay_iters is {wsd}, and with a warm-up of {warmup} does not fit into the {decay} "
                 "steps to the decay's end; shorten one of them or raise training.train_iters"
             )
@@ -89,15 +85,15 @@ def build_scheduler(
     """Return the scheduler at step 0; `scheduler.step(1)` sets the rate of the next step.
 
     Args:
-        recipe: what `optimizer` was built by.
+        recipe: the configuration that `optimizer` was built from.
     """
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     lr, decay_steps = recipe.lr, config.lr_decay_iters or train_iters
-    min_lr = config.lowest_rate(lr)
+    min_lr = lr / 10 if config.min_lr is None else config.min_lr
     for group in optimizer.param_groups:
-        share = group.get("lr_mult", 1.0)
-        group["max_lr"], group["min_lr"] = share * lr, share * min_lr
+        factor = group.get("lr_mult", 1.0)
+        group["max_lr"], group["min_lr"] = factor * lr, factor * min_lr
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

@@ -1,4 +1,4 @@
-"""Starts a run: checks it, then runs it in this process, launches local ranks, or joins the ranks it is given."""
+"""Starts a run: in this process, on local ranks that it launches, or as one rank that a launcher has started."""
 
 import logging
 from collections.abc import Sequence
@@ -24,26 +24,26 @@ logger = logging.getLogger(__name__)
 
 
 def start_run(file: Path, overrides: Sequence[str], arguments: Sequence[str]) -> None:
-    """Run a configuration on this machine, on as many local ranks as its layout asks for.
+    """Run a configuration on this machine, with as many local ranks as its layout needs.
 
     Args:
-        arguments: of this command, for the ranks to be started with.
+        arguments: the arguments of this command, with which the ranks are launched.
 
     Raises:
         InputError: the configuration is wrong; nothing was written.
     """
     config = load_config(file, overrides)
-    run = Path(config.training.run_dir)
-    # The lock comes before its checkpoint is chosen: a run that is about to end may be saving another one.
-    with run_log(rank=0) as started, run_lock(run):
+    # Lock the run before choosing its checkpoint: an earlier process may still be saving a newer one.
+    with run_log(rank=0) as log, run_lock(Path(config.training.run_dir)):
 
-        def begin() -> None:
-            if (ranks := local_ranks(config)) == 1:
-                started.write_to(config.logging.folder)
+        def announce_and_prepare() -> None:
+            ranks = local_ranks(config)
+            if ranks == 1:  # otherwise each launched rank opens its own file
+                log.write_to(config.logging.folder)
             _log_start(config, ranks, " on this machine")
             _prepare_libraries(config, ranks)
 
-        start = find_start(config, None, unless_complete=True, before_torch=begin)
+        start = find_start(config, None, unless_complete=True, before_torch=announce_and_prepare)
         if start is None:
             return
         ranks = local_ranks(config)
@@ -61,16 +61,16 @@ def start_run(file: Path, overrides: Sequence[str], arguments: Sequence[str]) ->
         from megatron_fanformer.runtime.parallel import distributed
 
         with distributed(config.parallel, None, config.runtime) as grid:
-            _train(config, grid, start, started)
+            _train(config, grid, start, log)
 
 
 def local_ranks(config: RunConfig) -> int:
-    """Return the ranks that a run has on this machine alone."""
+    """Return the number of ranks of a run that has only this machine."""
     return config.parallel.resolve_data_parallel_size(None) * config.parallel.model_parallel_size
 
 
 def _log_start(config: RunConfig, ranks: int, place: str = "") -> None:
-    """Log the first sign of life, before torch is imported."""
+    """Log the number of ranks and the layout, before torch is imported."""
     sizes = {name: getattr(config.parallel, name) for name in DEGREES}
     sizes["data_parallel_size"] = ranks // config.parallel.model_parallel_size
     layout = layout_text({name: size for name, size in sizes.items() if size > 1})
@@ -78,53 +78,55 @@ def _log_start(config: RunConfig, ranks: int, place: str = "") -> None:
 
 
 def _prepare_libraries(config: RunConfig, ranks: int, *, threads: int | None = None) -> None:
-    """Set the environment of libraries, before torch is imported; log the values that the user has set."""
+    """Set the environment variables of libraries, before torch is imported; log those that the user has set."""
     kept = devices.prepare_libraries(config.run_shape(ranks, threads=threads))
     if kept and not devices.launched_here():
         logger.info("kept from the environment: %s", ", ".join(kept))
 
 
 def run_rank(file: Path, overrides: Sequence[str], address: devices.RankAddress) -> None:
-    """Run a configuration as one of the ranks that a launcher started.
+    """Run a configuration as one of the ranks that a launcher has started.
 
-    Each rank checks its address and layout; rank 0 checks the rest, unless our own launcher did.
+    Each rank checks its address and the layout. Rank 0 checks the rest, unless our own launcher has done so.
 
     Raises:
-        InputError, CorruptError: those of `find_start`, on every rank.
+        InputError: the configuration or a file has problems (see `find_start`); raised on every rank.
+        CorruptError: token files or a checkpoint are damaged; raised on every rank.
     """
     is_launched_here = devices.launched_here()
-    quiet = address.rank != 0 or is_launched_here
-    with run_log(address.rank) as started:
-        config = load_config(file, overrides, report=(lambda _: None) if quiet else print_on_stderr)  # reported already
+    is_silent = address.rank != 0 or is_launched_here  # our launcher has reported moved fields already
+    with run_log(address.rank) as log:
+        config = load_config(file, overrides, report=(lambda _: None) if is_silent else print_on_stderr)
         if problems := [*config.parallel.problems(), *config.runtime.problems()]:
             raise InputError("\n".join(problems))
         config.parallel.resolve_data_parallel_size(address.world_size)
-        started.write_to(config.logging.folder)
+        log.write_to(config.logging.folder)
         if not is_launched_here:
             _log_start(config, address.world_size)
         threads = None
-        if devices.sees_gpus() and not is_launched_here:  # a CPU's ranks set theirs through torch
+        if devices.sees_gpus() and not is_launched_here:  # on a CPU, torch sets the number of threads
             threads = config.runtime.threads_per_rank or devices.threads_per_rank(address.local_world_size)
         _prepare_libraries(config, address.world_size, threads=threads)
         from megatron_fanformer.runtime.agreement import on_main
         from megatron_fanformer.runtime.parallel import process_group, rank_grid
 
-        with ExitStack() as held, process_group(config.runtime, address) as kind:
+        with ExitStack() as locks, process_group(config.runtime, address) as device:
 
-            def find() -> RunStart | None:
-                if (checked := read_payload()) is not None:
-                    return cast(RunStart, checked)
-                held.enter_context(run_lock(Path(config.training.run_dir)))
+            def lock_and_find_start() -> RunStart | None:
+                from_launcher = read_payload()
+                if from_launcher is not None:
+                    return cast(RunStart, from_launcher)
+                locks.enter_context(run_lock(Path(config.training.run_dir)))
                 return find_start(config, address.world_size, unless_complete=True)
 
-            if (start := on_main(find)) is None:
+            if (start := on_main(lock_and_find_start)) is None:
                 return
-            with rank_grid(config.parallel, kind, config.runtime) as grid:
-                _train(config, grid, start, started)
+            with rank_grid(config.parallel, device, config.runtime) as grid:
+                _train(config, grid, start, log)
 
 
 def _train(config: RunConfig, grid: "RankGrid", start: RunStart, log: RunLog) -> None:
-    from megatron_fanformer.train.trainer import Trainer  # after megatron-core was prepared
+    from megatron_fanformer.train.trainer import Trainer  # imports megatron-core, which is prepared by now
 
     trainer = Trainer(config, grid, start, log.console)
     failed = True
@@ -132,8 +134,8 @@ def _train(config: RunConfig, grid: "RankGrid", start: RunStart, log: RunLog) ->
         trainer.train()
         failed = False
     except (DivergenceError, Interrupted) as error:
-        failed = not isinstance(error, Interrupted)  # which is to go on
-        error.already_reported = not grid.is_main  # all raise it, and the main rank, with logs to close, reports it
+        failed = not isinstance(error, Interrupted)  # an interrupted run will be continued
+        error.already_reported = not grid.is_main  # all ranks raise the error, and the main rank reports it
         raise
     finally:
         trainer.close(failed=failed)

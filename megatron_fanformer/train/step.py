@@ -1,7 +1,7 @@
 """One training step on megatron-core's schedules: forward, backward, update.
 
-The loss of a step is the mean over all tokens of the global batch that the loss mask keeps, whatever the layout:
-each micro batch returns its sum and its number of tokens, and gradients are divided by the total number once.
+In every layout, the loss of a step is the mean over the tokens of the global batch that the loss mask keeps: each micro
+batch returns the sum of its losses and its number of tokens, and gradients are divided once by the total number.
 """
 
 import itertools
@@ -33,22 +33,22 @@ from megatron_fanformer.train.optimizer import single_optimizers
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Results of one step; the same on every rank."""
+    """The numbers of one step, equal on every rank."""
 
     loss: float
     """Mean cross entropy per token, in nats; 0 without tokens."""
     z_loss: float
-    """Mean z-loss per token, which the gradient is of besides; 0 without `training.z_loss_coefficient`."""
+    """Mean z-loss per token, which is minimized besides `loss`; 0 without `training.z_loss_coefficient`."""
     grad_norm: float
-    """Global gradient norm before clipping, as `gradient_norm` has it."""
+    """Global gradient norm before clipping (`gradient_norm`)."""
     tokens: int
-    """Tokens that the loss was taken over."""
+    """Number of tokens that `loss` is the mean of."""
     interrupts: Interrupts
-    """Interrupts of any rank before the step's numbers were summed."""
+    """Pending requests of all ranks together, when the step's numbers were summed."""
 
 
 class StepBatches:
-    """The micro batches of one step, taken from a stream on first use, and kept to be taken again."""
+    """The next `count` micro batches of a stream. They are read on first use and kept, to compute the step again."""
 
     def __init__(self, stream: Batches, count: int) -> None:
         self._stream, self._count = stream, count
@@ -61,7 +61,7 @@ class StepBatches:
             yield self._taken[number]
 
     def skip(self) -> None:
-        """Take the step's micro batches and drop them."""
+        """Read the step's micro batches from the stream and drop them."""
         for _ in itertools.islice(self._stream, self._count):
             pass
 
@@ -69,14 +69,15 @@ class StepBatches:
 def wrap_stages(
     chunks: list[Any], parallel: ParallelConfig, *, grad_reduce_in_fp32: bool = True
 ) -> list[DistributedDataParallel]:
-    """Return a stage's chunks in megatron-core's data parallelism, which sums gradients over the replicas.
+    """Wrap a stage's chunks in megatron-core's data parallelism, which sums gradients over the replicas.
 
     Args:
-        grad_reduce_in_fp32: whether gradients are float32, or of the weights' type.
+        grad_reduce_in_fp32: keep and sum gradients in float32; False: in the type of the weights.
     """
     config = chunks[0].config
     config.finalize_model_grads_func = finalize_model_grads
-    # Read when the wrapper is made: without it gradients are averaged over replicas, and then divided by all tokens.
+    # The wrapper reads this flag when it is made. If False, it averages gradients over the replicas, and they would be
+    # divided by the number of tokens as well.
     config.calculate_per_token_loss = True
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=grad_reduce_in_fp32,
@@ -86,12 +87,12 @@ def wrap_stages(
         overlap_param_gather=parallel.overlap_param_gather,
         bucket_size=parallel.ddp_bucket_size,
     )
-    # Later chunks are communicated as a whole, while earlier ones compute.
+    # Buckets are only for the first chunk: a later one is communicated as a whole, while earlier chunks compute.
     wrapped = [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(chunks)
     ]
-    if parallel.overlap_grad_reduce:  # else each micro batch's backward would start a reduction
+    if parallel.overlap_grad_reduce:  # without `no_sync`, the backward pass of each micro batch starts a reduction
         config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
     return wrapped
 
@@ -109,7 +110,7 @@ def drop_gradient_hooks(wrapped: list[DistributedDataParallel]) -> None:
 
 @contextmanager
 def weights_in_step(stages: list[DistributedDataParallel]) -> Iterator[None]:
-    """Let code outside a training step read weights: with overlap, the last update may not be gathered yet."""
+    """Let the block read up-to-date weights; with `overlap_param_gather` the next forward pass would gather them."""
     overlapping = [stage for stage in stages if stage.ddp_config.overlap_param_gather]
     for stage in overlapping:
         stage.disable_forward_pre_hook(param_sync=True)
@@ -127,7 +128,7 @@ def train_step(
     grid: RankGrid,
     num_micro_batches: int,
 ) -> StepResult:
-    """Take a step's micro batches from `batches`, and update the weights at the optimizer's current learning rate.
+    """Compute one step on the next micro batches, and update the weights at the optimizer's current learning rate.
 
     Raises:
         DivergenceError: the loss or the gradient norm is not finite; the weights are unchanged.
@@ -149,14 +150,13 @@ def attempt_step(
     *,
     listen: Callable[[], Interrupts] = Interrupts,
 ) -> StepResult:
-    """Compute a step up to the update: leave the gradients of the next global batch in the buffers.
+    """Compute a step without the update; the gradients of the global batch stay in the buffers.
 
-    The host waits for the device where megatron-core reads the gradient norm, to clip by it; the loss is ready by then.
-    megatron-core 0.16 waits once more for each chunk, after backward: `finalize_model_grads` reads whether there
-    are tokens.
+    The host waits for the device once, to read the gradient norm; the loss is ready by then. With megatron-core 0.16 it
+    also waits after backward, once for each chunk, because `finalize_model_grads` reads the number of tokens there.
 
     Args:
-        listen: returns, after backward, this rank's pending requests; all ranks learn of them with the loss.
+        listen: is called after backward and returns this rank's pending requests, which are summed with the loss.
     """
     for stage in stages:
         stage.zero_grad_buffer()
@@ -164,10 +164,10 @@ def attempt_step(
     reports = run_schedule(stages, batches, grid, _sum_loss, num_micro_batches=num_micro_batches, forward_only=False)
     local = None
     if reports:
-        sums_of_batches = torch.stack([report["loss_and_tokens"] for report in reports]).sum(0)
+        loss_and_tokens = torch.stack([report["loss_and_tokens"] for report in reports]).sum(0)
         head = getattr(stages[-1].module, "output_layer", None)
-        z_losses = head.take_z_losses() if isinstance(head, LossHead) else None
-        local = torch.cat([sums_of_batches, sums_of_batches.new_zeros(1) if z_losses is None else z_losses.view(1)])
+        z_loss_sum = head.take_z_losses() if isinstance(head, LossHead) else None
+        local = torch.cat([loss_and_tokens, loss_and_tokens.new_zeros(1) if z_loss_sum is None else z_loss_sum.view(1)])
     sums = _sum_over_ranks(local, grid, listen())
     grad_norm = gradient_norm(optimizer, grid)
     loss, tokens, z_loss, *interrupts = sums.tolist()
@@ -183,17 +183,17 @@ def attempt_step(
 def gradient_norm(optimizer: MegatronOptimizer, grid: RankGrid) -> float:
     """Return the global norm of the gradients in the buffers, before clipping; waits for the device.
 
-    Without the distributed optimizer each replica takes the norm of its sums, and so does each of several instances.
-    A fault on one of their machines must not make them decide otherwise than the others, which would wait for them for
-    ever: the norm is then the largest of all, and one that is not finite counts as inf.
+    Without the distributed optimizer, each replica computes the norm by itself, and each of several optimizer instances
+    does so, too. If a machine is at fault, their norms differ, but all ranks must judge the step alike, or some would
+    wait forever. So the largest of these norms is returned; inf and NaN count as inf.
     """
     with record_function("phase gradient norm"):
         optimizer.prepare_grads()
         local = float(optimizer.get_grad_norm())
-    sharing = single_optimizers(optimizer)[0].get_grad_stats_parallel_group()
-    if sharing.size() == grid.world_size:
+    norm_group = single_optimizers(optimizer)[0].get_grad_stats_parallel_group()
+    if norm_group.size() == grid.world_size:
         return local
-    finite = local if math.isfinite(local) else math.inf  # NaN has no place in an order
+    finite = local if math.isfinite(local) else math.inf  # NaN cannot be compared
     largest = torch.tensor(finite, dtype=torch.float64, device=grid.torch_device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return float(largest)
@@ -201,9 +201,9 @@ def gradient_norm(optimizer: MegatronOptimizer, grid: RankGrid) -> float:
 
 @record_function("phase update")
 def update_weights(optimizer: MegatronOptimizer, grad_norm: float) -> None:
-    """Clip the gradients, whose global norm is `grad_norm`, and update.
+    """Clip the gradients, whose global norm is `grad_norm`, and update the weights.
 
-    (The optimizer's own `step` would compute the norm again, and spread one that is not finite.)
+    The optimizer's method `step` would compute the norm again, and clip by it even if it is not finite.
     """
     for part in single_optimizers(optimizer):
         parameters = part.get_parameters()
@@ -213,7 +213,7 @@ def update_weights(optimizer: MegatronOptimizer, grad_norm: float) -> None:
 
 
 def _sum_loss(losses_bs: Tensor, loss_mask_bs: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return the sum to differentiate, the number of tokens that it is over, and both for the report."""
+    """Return the sum of the kept losses, their number, and a report with both; called for each micro batch."""
     loss = (losses_bs.float() * loss_mask_bs).sum()
     tokens = loss_mask_bs.sum()
     report = torch.stack([loss.detach().double(), tokens.double()])
@@ -221,15 +221,16 @@ def _sum_loss(losses_bs: Tensor, loss_mask_bs: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def _sum_over_ranks(local: Tensor | None, grid: RankGrid, interrupts: Interrupts) -> Tensor:
-    """Return [6] float64, on the device: losses, tokens, z-losses, and how many ranks have each of `Interrupts`, over
-    all ranks.
+    """Sum [loss, tokens, z-loss] and the requests in `interrupts` over all ranks; return [6] float64 on the device.
 
-    Only the last stage knows the loss, and each of its tensor parallel ranks knows the same one.
+    Args:
+        local: the first three numbers of this rank; None: it is not on the last stage. The tensor parallel ranks of the
+            last stage have equal numbers, so only the first of them counts.
     """
     sums = torch.zeros(3 + len(interrupts), dtype=torch.float64, device=grid.torch_device)
     if local is not None and grid.is_last_stage and grid.groups.tp.rank() == 0:
         sums[:3] = local
-    if any(interrupts):  # else there is nothing to copy to the device
+    if any(interrupts):  # otherwise the zeros need no copy to the device
         sums[3:] = torch.tensor(interrupts)
     dist.all_reduce(sums)
     return sums

@@ -18,15 +18,23 @@ from megatron_fanformer.processes import manual_gc, signals_to
 from megatron_fanformer.runtime.agreement import on_main
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.runtime.seeding import seed_everything
-from megatron_fanformer.train.callbacks import Callback, Garbage, SeenSources, StepMetrics, Stragglers
+from megatron_fanformer.train.callbacks import (
+    Callback,
+    GarbageCollection,
+    SourceCounter,
+    SourceTotals,
+    StepMetrics,
+    Stragglers,
+    is_due,
+)
 from megatron_fanformer.train.config import RunConfig
 from megatron_fanformer.train.evaluation import Evaluation
-from megatron_fanformer.train.interrupts import InterruptListener, Interrupts, share
-from megatron_fanformer.train.loggers import Loggers
+from megatron_fanformer.train.interrupts import InterruptListener, Interrupts
+from megatron_fanformer.train.loggers import Loggers, Start
 from megatron_fanformer.train.machine_choices import attention_notice, choose_for_machine
 from megatron_fanformer.train.optimizer import build_optimizer
 from megatron_fanformer.train.phase_health import PhaseHealth
-from megatron_fanformer.train.preflight import RunStart, find_start, with_train_iters
+from megatron_fanformer.train.preflight import Damaged, RunStart, find_start, with_train_iters
 from megatron_fanformer.train.profiling import Profiler
 from megatron_fanformer.train.recovery import BadSteps, EventLog
 from megatron_fanformer.train.samples import read_batches, run_datasets
@@ -42,17 +50,17 @@ from megatron_fanformer.train.step import (
     wrap_stages,
 )
 
-Stopping = Literal["signal", "exit_interval", "exit_duration_in_mins"]
+StopReason = Literal["signal", "exit_interval", "exit_duration_in_mins"]
 
 logger = logging.getLogger(__name__)
 
 
 class Trainer:
-    """A run on this rank. Every rank makes one and calls `train`; `close` afterwards.
+    """A run on this rank. Every rank creates one, calls `train`, and calls `close` afterwards.
 
     Args:
         start: the run's starting point; None: rank 0 finds it now.
-        console: the terminal, which rank 0 writes to.
+        console: the terminal that rank 0 writes to; None: a new console.
     """
 
     def __init__(
@@ -67,86 +75,89 @@ class Trainer:
         self._log_startup(notices)
         minutes = config.training.exit_duration_in_mins
         self._listener = InterruptListener(self.run, minutes) if grid.is_main else InterruptListener()
-        self._interrupts = Interrupts()  # of any rank, at the end of the current step
+        self._interrupts = Interrupts()  # of all ranks together, as of the current step
         seed_everything(config.training.seed, graphable=config.kernels.cuda_graph_impl != "none")
         self._build()
         self._saves = Checkpointer(config, grid, self._listener, note_saved=lambda: self._bad_steps.note_saved())
         self._num_micro_batches = config.num_micro_batches(grid.data_parallel_size)
-        self._evaluation = Evaluation(config, start.evaluation, grid, lambda: share(self._listener.now(), grid).stop)
-        logged = config.logging
-        self.profiler = Profiler(logged, grid, self.run)
+        self._evaluation = Evaluation(config, start.evaluation, grid, lambda: self._listener.shared(grid).stop)
+        self.profiler = Profiler(config.logging, grid, self.run)
         self._step_metrics = StepMetrics(config, grid, self._optimizer)
-        # What a CUDA graph runs is called from Python when it is captured, and never again.
-        phase_interval = logged.phase_interval if config.kernels.cuda_graph_impl == "none" else None
+        # A CUDA graph calls Python hooks only while it is captured, so phases cannot be measured then.
+        phase_interval = config.logging.phase_interval if config.kernels.cuda_graph_impl == "none" else None
         self._callbacks: list[Callback] = [
             PhaseHealth(self._stages, config.model, grid, interval=phase_interval),
             self._step_metrics,
-            Stragglers(self._wrapped, grid, interval=logged.norm_interval),
-            Garbage(),
+            Stragglers(self._wrapped, grid, interval=config.logging.norm_interval),
+            GarbageCollection(),
         ]
-        self._attachments: dict[str, bytes] = {}
-        if grid.is_main:  # which publishes checkpoints
+        self._attachments: dict[str, bytes] = {}  # files to store in every checkpoint
+        if grid.is_main:  # the rank that publishes checkpoints
             tokenizer = tokenizer_file(config.data.tokenizer) if config.data.tokenizer else None
             self._attachments = attached_files(tokenizer, start.data.chat_template)
         self._start_or_resume()
         self._load_data()
-        self._logs = Loggers(
-            logged,
-            console or Console(markup=False),
+        first = Start(
             run=self.run,
+            step=self.step,
             steps=config.training.steps,
-            writes=grid.is_main,
+            values=config.as_dict(),
+            logging=config.logging,
+            console=console or Console(markup=False),
         )
-        self._open_logs()
+        template = start.data.chat_template
+        extra_files = {} if template is None else {CHAT_TEMPLATE_JINJA: template}
+        self._logs = Loggers(first, extra_files, is_writer=grid.is_main)
+        self._logs.open(step=self.step)
         if self.step:
             logger.info("continuing after step %d of %s", self.step, self.run)
 
     def train(self) -> None:
-        """Run to the last step.
+        """Train until the last step, or until a reason to stop.
 
         Raises:
-            Interrupted: a signal came before the end; the checkpoint is saved.
-            DivergenceError: the loss or the gradient norm is not finite.
+            Interrupted: a signal came before the end; a checkpoint was saved.
+            DivergenceError: the loss or the gradient norm is not finite, and recovery has failed.
         """
         with signals_to(self._listener.note_signal), manual_gc():
             if self._start.resumed is not None:
-                self._saves.copy(self.step)  # here, as its process is ended by `close`, which follows for sure
-            stopping: Stopping | None = None
+                self._saves.copy_to_mirror(self.step)  # not earlier: from here on, `close` is sure to end the copying
+            stop_reason: StopReason | None = None
             notice: str | None = None
-            while not (stopping or self._is_over):
-                stopping = self.take_step()
+            while not (stop_reason or self._is_over):
+                stop_reason = self.take_step()
                 if notice is None and (notice := attention_notice(self.config, self.grid)):
                     logger.warning("%s", notice)
-            self._saves.finish_copies(was_stopped=stopping == "signal")
-            if stopping == "signal":
+            self._saves.finish_copies(was_stopped=stop_reason == "signal")
+            if stop_reason == "signal":
                 raise Interrupted(f"stopped after step {self.step}, saved; run the same command to continue")
-            if stopping:
-                logger.info("step %d  ended and saved, as training.%s asks", self.step, stopping)
+            if stop_reason:
+                logger.info("step %d  ended and saved, as training.%s asks", self.step, stop_reason)
             else:
                 steps, tokens = self.config.training.steps, self.consumed_tokens
                 logger.info("complete: %s steps, %s tokens, in %s", f"{steps:,}", f"{tokens:,}", self.run)
 
-    def take_step(self) -> Stopping | None:
-        """Train one step and do all that is due after it; return the reason to end now, or None."""
+    def take_step(self) -> StopReason | None:
+        """Train one step and do all that is due after it; return the reason to stop now, or None."""
         with self.profiler.recording(self.step + 1):
             metrics = self._train_one_step()
         if self._bad_steps.limit_reached:
             self._go_back()
             return "signal" if self._interrupts.stop else None
-        for callback in (*self._callbacks, self._seen):
+        for callback in (*self._callbacks, self._source_counter):
             metrics.update(callback.after_step(self.step, is_skipped="skipped" in metrics))
         try:
             metrics.update(self._evaluate_if_due())
-        finally:  # where its evaluation ends the run, too
+        finally:  # also if the evaluation ends the run with an error
             self._logs.write(self.step, metrics)
-        stopping = self._shall_stop()
-        if self._save_if_due(force=stopping is not None or self._interrupts.save):
-            stopping = stopping or self._shall_stop()
-        self._saves.publish_if_written(self.step, blocking=stopping is not None or self._is_over)
-        return stopping
+        stop_reason = self._stop_reason()
+        if self._save_if_due(force=stop_reason is not None or self._interrupts.save):
+            stop_reason = stop_reason or self._stop_reason()
+        self._saves.publish_if_written(self.step, blocking=stop_reason is not None or self._is_over)
+        return stop_reason
 
     def close(self, *, failed: bool = False) -> None:
-        """Close logs and progress (`failed`: as an error's), free the model; abort the writing of a checkpoint."""
+        """Close profile and logs, and abort the writing of a checkpoint; `failed`: the run ends with an error."""
         self.profiler.close(self.step, failed=failed)
         self._saves.close()
         self._batches.close()
@@ -156,29 +167,29 @@ class Trainer:
     # -- one step
 
     def _train_one_step(self) -> dict[str, Any]:
-        """Take the next step, or skip it, and return its metrics."""
+        """Compute the next step and update the weights, or skip the step; return its metrics."""
         started = time.monotonic()
         self.step += 1
-        for callback in (*self._callbacks, self._seen):
+        for callback in (*self._callbacks, self._source_counter):
             callback.begin_step(self.step)
         self._scheduler.step(1)
         batches = StepBatches(self._batches, self._num_micro_batches)
         self.consumed_samples += self.config.training.global_batch_size
         if reason := self._bad_steps.reason_to_skip(self.step):
             batches.skip()
-            self._interrupts = share(self._listener.now(), self.grid)
-            return self._skipped(reason)
+            self._interrupts = self._listener.shared(self.grid)
+            return self._record_skip(reason)
         result, fault = self._compute(batches)
         self._interrupts = result.interrupts
         if fault is not None:
             self._bad_steps.note_bad(self.step, fault)
-            return self._skipped(fault)
-        if not result.tokens:  # of all ranks
-            return self._skipped("its samples have no learned token")
+            return self._record_skip(fault)
+        if result.tokens == 0:
+            return self._record_skip("its samples have no learned token")
         update_weights(self._optimizer, result.grad_norm)
         self._bad_steps.note_good(self.step, result.loss, result.grad_norm)
         return {
-            **self._step_metrics.of_step(
+            **self._step_metrics.compute(
                 result,
                 seconds=time.monotonic() - started,
                 learning_rate=self._optimizer.param_groups[0]["lr"],
@@ -188,9 +199,9 @@ class Trainer:
         }
 
     def _compute(self, batches: StepBatches) -> tuple[StepResult, str | None]:
-        """Compute the step, and once more if its numbers are bad: a machine's fault is not there the second time.
+        """Compute the step, and again if its numbers are bad: a fault of a machine does not occur twice.
 
-        The gradients stay in the buffers. Return the last numbers, and their fault.
+        The gradients stay in the buffers. Return the last numbers, and the fault in them, if any.
         """
         result, fault = self._attempt(batches)
         if fault is None or not self.config.recovery.compute_again:
@@ -205,10 +216,11 @@ class Trainer:
         with ExitStack() as contexts:
             for callback in self._callbacks:
                 contexts.enter_context(callback.around_attempt(self.step))
-            result = attempt_step(*parts, listen=self._listener.now)
+            result = attempt_step(*parts, listen=self._listener.pending)
         return result, self._bad_steps.fault_in(result.loss, result.grad_norm)
 
-    def _skipped(self, reason: str) -> dict[str, Any]:
+    def _record_skip(self, reason: str) -> dict[str, Any]:
+        """Record that the current step is skipped, and return its metrics."""
         logger.info("step %d  skipped: %s", self.step, reason)
         self._skipped_steps.add(self.step)
         self._events.add("skipped", self.step, reason=reason)
@@ -220,14 +232,14 @@ class Trainer:
         }
 
     def _go_back(self) -> None:
-        """Go back to the last checkpoint before the bad steps, and skip them from now on.
+        """Go back to the last checkpoint before the bad steps, and skip these steps from now on.
 
         Raises:
-            DivergenceError: there is none, or the run has gone back too often.
+            DivergenceError: there is no such checkpoint, or the run has gone back too often.
         """
         self._saves.publish_if_written(self.step, blocking=True)
-        bad = self._bad_steps.in_a_row
-        first, last = min(bad), max(bad)
+        faults = self._bad_steps.in_a_row
+        first, last = min(faults), max(faults)
         steps = f"step {first}" if first == last else f"steps {first} to {last}"
         names = on_main(lambda: [path.name for path in run_folder.checkpoints_to_resume(self.run)])
         checkpoint_of_first = run_folder.checkpoint_name(first)
@@ -235,13 +247,13 @@ class Trainer:
         refusal = self._bad_steps.rewind_refusal if earlier else "there is no checkpoint to go back to"
         if refusal is not None:
             raise DivergenceError(
-                f"{steps}: {bad[last]}, and {refusal}; lower optimizer.lr, or inspect the steps' documents"
+                f"{steps}: {faults[last]}, and {refusal}; lower optimizer.lr, or inspect the steps' documents"
             )
         skipped = self._bad_steps.note_rewind()
         self._resume(earlier)
         self._events.add("rewound", self.step, skipped=skipped)
         self._load_data()
-        self._open_logs()
+        self._logs.open(step=self.step)
         logger.info("%s: %s; went back to step %d, and will skip them", steps, skipped[last], self.step)
 
     # -- evaluation, saves, the end
@@ -251,19 +263,18 @@ class Trainer:
             return {}
         try:
             with weights_in_step(self._wrapped):
-                metrics = self._evaluation.metrics(self.step, self._wrapped, self._data.valid)
-        except (DivergenceError, InputError):  # on all ranks alike
-            self._saves.publish_if_written(self.step, blocking=True)  # of an earlier step, and sound
+                metrics = self._evaluation.measure(self.step, self._wrapped, self._data.valid)
+        except (DivergenceError, InputError):  # raised on all ranks
+            self._saves.publish_if_written(self.step, blocking=True)  # a checkpoint of an earlier step, which is sound
             raise
-        self._share_again()
+        self._update_interrupts()
         return metrics
 
     def _save_if_due(self, *, force: bool) -> bool:
-        interval = self.config.checkpoint.save_interval
-        due = interval is not None and self.step % interval == 0
-        if self._bad_steps.in_a_row:
-            due = False  # nothing has changed, and the run may go back to before them
-        if not (due or force or self._is_over):
+        """Save a checkpoint if one is due, at the end of the run, or if `force`; return whether one was saved."""
+        # After a bad step the weights are unchanged, and the run may go back to a checkpoint before it.
+        interval = None if self._bad_steps.in_a_row else self.config.checkpoint.save_interval
+        if not (is_due(self.step, interval) or force or self._is_over):
             return False
         on_main(self._start.data.refuse_changed_files)
         with weights_in_step(self._wrapped):
@@ -276,41 +287,40 @@ class Trainer:
                     "consumed_samples": self.consumed_samples,
                     "medians": self._bad_steps.medians(),
                     "skipped": sorted(self._skipped_steps),
-                    "sources": self._seen.after(self.step),
+                    "sources": self._source_counter.totals_after(self.step),
                     "data": self._start.identity.as_plain(),
                 },
                 config=self.config.as_dict(),
                 attachments=self._attachments,
             )
-        self._share_again()
+        self._update_interrupts()
         return True
 
-    def _share_again(self) -> None:
-        """Share again what came during an evaluation or a save, so that it need not wait for another step."""
-        new = share(self._listener.now(), self.grid)
+    def _update_interrupts(self) -> None:
+        """Add requests to stop or end that came during an evaluation or a save: they must not wait for another step."""
+        new = self._listener.shared(self.grid)
         self._interrupts = self._interrupts._replace(
             stop=self._interrupts.stop or new.stop, end=self._interrupts.end or new.end
         )
 
     @property
     def consumed_tokens(self) -> int:
-        """Tokens of all samples so far."""
+        """Number of tokens in all samples so far, those of skipped steps included."""
         return self.consumed_samples * self.config.model.seq_length
 
     @property
     def _is_over(self) -> bool:
         return self.step >= self.config.training.steps
 
-    def _shall_stop(self) -> Stopping | None:
-        """Return why to end after this step, the same on all ranks; None to continue."""
+    def _stop_reason(self) -> StopReason | None:
+        """Return the reason to end the run after this step, equal on all ranks; None: continue."""
         if self._is_over:
             return None
         if self._interrupts.stop:
             return "signal"
         if self._interrupts.end:
             return "exit_duration_in_mins"
-        interval = self.config.training.exit_interval
-        return "exit_interval" if interval is not None and self.step % interval == 0 else None
+        return "exit_interval" if is_due(self.step, self.config.training.exit_interval) else None
 
     # -- the start
 
@@ -325,25 +335,27 @@ class Trainer:
             logger.info("%s", line)
 
     def _build(self) -> None:
+        """Build model, optimizer and scheduler; the model has initial weights unless there is a checkpoint to load."""
         config, grid, loaded = self.config, self.grid, self._start.loaded
-        is_drawn = not (self._start.resumed or loaded)  # else the weights are about to be loaded
+        has_checkpoint = bool(self._start.resumed or loaded)
         self._stages = build_stages(
             config.model,
             config.parallel,
             grid,
             dtype=config.dtype(grid.device),
-            seed=config.training.seed if is_drawn else None,
+            seed=None if has_checkpoint else config.training.seed,
             precision=config.precision,
             kernels=config.kernels,
             z_loss_coefficient=config.training.z_loss_coefficient,
         )
         if loaded:
-            from megatron_fanformer.checkpoint.training_state import load_weights  # as in `Checkpointer._saver`
+            from megatron_fanformer.checkpoint.training_state import load_weights  # slow to import
 
             logger.debug("loading the weights of %s", loaded)
             load_weights(loaded, self._stages, grid)
-        in_fp32 = config.precision.grad_reduce_in_fp32
-        self._wrapped = wrap_stages(self._stages, config.parallel, grad_reduce_in_fp32=in_fp32)
+        self._wrapped = wrap_stages(
+            self._stages, config.parallel, grad_reduce_in_fp32=config.precision.grad_reduce_in_fp32
+        )
         self._optimizer = build_optimizer(config.optimizer, self._wrapped)
         self._scheduler = self._build_scheduler()
 
@@ -352,33 +364,33 @@ class Trainer:
         return build_scheduler(config.schedule, self._optimizer, config.optimizer, train_iters=config.training.steps)
 
     def _start_or_resume(self) -> None:
-        past = list(self._start.events)
-        self._events = EventLog(self.run, past, writes=self.grid.is_main)
-        self._bad_steps = BadSteps(self.config.recovery, past)
-        self._skipped_steps: set[int] = set()  # of this run as it stands, without what it went back over
-        self._resumed_sources: dict[str, dict[str, float]] | None = None
+        past_events = list(self._start.events)
+        self._events = EventLog(self.run, past_events, is_writer=self.grid.is_main)
+        self._bad_steps = BadSteps(self.config.recovery, past_events)
+        self._skipped_steps: set[int] = set()  # without the steps that the run went back over
+        self._saved_source_totals: SourceTotals | None = None
         if self._start.resumed is None:
-            self._events.begin()
+            self._events.mark_new_run()
         else:
-            self._resume(list(self._start.candidates), list(self._start.damaged))
+            self._resume(list(self._start.candidates), self._start.damaged)
 
-    def _resume(self, candidates: list[Path], damaged: list[tuple[Path, CorruptError]] | None = None) -> None:
-        """Go on from the first of some checkpoints that is not damaged; those that are, are set aside.
+    def _resume(self, candidates: list[Path], known_damaged: Damaged = ()) -> None:
+        """Load the first sound checkpoint of `candidates`, and set the damaged ones aside.
 
         Args:
-            damaged: newer ones, and the damage of each.
+            known_damaged: newer checkpoints that are damaged, and the damage of each.
 
         Raises:
-            CorruptError: all are, or the first is and no other is to be used.
+            CorruptError: all candidates are damaged; or the first is, and `recovery.use_earlier_checkpoint` is false.
         """
-        damaged = [] if damaged is None else damaged
+        damaged = list(known_damaged)
         for checkpoint in candidates:
             try:
                 self._load_checkpoint(checkpoint)
                 break
             except CorruptError as error:
                 damaged.append((checkpoint, error))
-                # a library that fails on one, whose sums are right, fails on the earlier ones, too
+                # UnreadableError: the checksums are right, but the library fails, so it would on earlier ones as well.
                 if not self.config.recovery.use_earlier_checkpoint or isinstance(error, UnreadableError):
                     raise
         else:
@@ -390,7 +402,7 @@ class Trainer:
         logger.debug("loaded %s", checkpoint)
 
     def _load_checkpoint(self, checkpoint: Path) -> None:
-        from megatron_fanformer.checkpoint.training_state import load_training_state  # as in `Checkpointer._saver`
+        from megatron_fanformer.checkpoint.training_state import load_training_state  # slow to import
 
         with weights_in_step(self._wrapped):
             progress = load_training_state(
@@ -403,25 +415,20 @@ class Trainer:
         self.step, self.consumed_samples = progress["step"], progress["consumed_samples"]
         self._bad_steps.set_medians(progress.get("medians", {}))
         self._skipped_steps = set(progress.get("skipped", ()))
-        self._resumed_sources = progress.get("sources")
+        self._saved_source_totals = progress.get("sources")
         self._scheduler = self._build_scheduler()
         self._scheduler.step(self.step)
 
     def _load_data(self) -> None:
         self._data = run_datasets(self.config, self._start.data)
-        self._seen = SeenSources(
+        self._source_counter = SourceCounter(
             self.config,
             self._start.data,
             self._data,
             self._skipped_steps,
             step=self.step,
-            seen=self._resumed_sources,
+            totals=self._saved_source_totals,
         )
         self._batches = read_batches(
             self.config, self.grid, self._data.train, consumed_samples=self.consumed_samples, for_training=True
         )
-
-    def _open_logs(self) -> None:
-        template = self._start.data.chat_template
-        beside = {} if template is None else {CHAT_TEMPLATE_JINJA: template}
-        self._logs.open(self.config.as_dict(), step=self.step, beside=beside)

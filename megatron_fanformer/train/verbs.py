@@ -1,4 +1,4 @@
-"""The verbs `train` and `config`; imports nothing that is slow."""
+"""The verbs `train` and `config`; imports nothing slow."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,12 +28,12 @@ class ConfigOptions:
     resolved: bool = False
     """Print all of --config, with presets and overrides applied, as YAML."""
     from_megatron: tuple[str, ...] | None = option(None, metavar="ARGS", nargs="...")
-    """Print the configuration that the arguments of Megatron-LM's pretrain_gpt.py are, and what it does not hold. All
-    that follows are arguments: put this in the place of `torchrun … pretrain_gpt.py` in a launch script, and run it."""
+    """Convert arguments of Megatron-LM's pretrain_gpt.py, which follow this option, to a configuration. Print it, and
+    the arguments that it lacks. Put this command in the place of `torchrun … pretrain_gpt.py` in a launch script."""
     config: Path | None = option(None, metavar="FILE", needs=("resolved",))
     """With --resolved: configuration file (YAML)."""
     output: Path | None = option(None, metavar="FILE", needs=("from_megatron",))
-    """With --from-megatron: new file for the configuration; only what it does not hold is printed."""
+    """With --from-megatron: new file for the configuration; only what it lacks is printed."""
     overrides: tuple[str, ...] = option((), needs=("resolved",))
 
 
@@ -41,9 +41,9 @@ def train(options: TrainOptions) -> None:
     """Run `train`."""
     from megatron_fanformer.runtime.launch import end_with_launcher, report_failure
 
-    with report_failure(), ended_by_stop_signals():  # from before what takes seconds to import
+    with report_failure(), ended_by_stop_signals():  # also while slow modules are imported
         end_with_launcher()
-        device.quieten_libraries()  # the rest once the configuration is read
+        device.quieten_libraries()
         from megatron_fanformer.train.start import run_rank, start_run
 
         address = device.rank_address()
@@ -55,32 +55,28 @@ def train(options: TrainOptions) -> None:
 
 def config(options: ConfigOptions) -> None:
     """Run `config`."""
+    if options.from_megatron is not None:
+        from megatron_fanformer.train.megatron_arguments import convert
+
+        if options.output is not None and (problems := file_problems(output=options.output)):
+            raise InputError("\n".join(problems))
+        if options.output is not None and options.output.exists():
+            raise InputError(f"{options.output} exists already; name another file, or remove it")
+        converted = convert(options.from_megatron)
+        if options.output is None:
+            show([converted.text().rstrip()])
+        else:
+            write_atomically(options.output, converted.text())
+            show([f"wrote {options.output}", *converted.lines()])
+        return
     from megatron_fanformer.train.config_reference import field_list, resolved_text
 
-    if options.from_megatron is not None:
-        _from_megatron(options.from_megatron, options.output)
-        return
     if options.resolved and not options.config:
         raise InputError("--resolved needs --config FILE; name a configuration file")
     if options.config:
         show([resolved_text(options.config, options.overrides)])
     else:
         show([field_list()])
-
-
-def _from_megatron(words: tuple[str, ...], output: Path | None) -> None:
-    from megatron_fanformer.train.megatron_arguments import convert
-
-    if output is not None and (problems := file_problems(output=output)):
-        raise InputError("\n".join(problems))
-    if output is not None and output.exists():
-        raise InputError(f"{output} exists already; name another file, or remove it")
-    converted = convert(words)
-    if output is None:
-        show([converted.text().rstrip()])
-    else:
-        write_atomically(output, converted.text())
-        show([f"wrote {output}", *converted.lines()])
 
 
 TRAIN = Verb(

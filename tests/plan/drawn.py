@@ -15,7 +15,7 @@ def draw(seed: int, number: int, world_size: int) -> RunConfig:
     while True:
         config = _candidate(generator, world_size)
         if not (
-            config.section_problems(leaving=["data"]) or config.joint_problems(config.parallel.data_parallel_size or 1)
+            config.section_problems(exclude=["data"]) or config.joint_problems(config.parallel.data_parallel_size or 1)
         ):
             return config
 

@@ -40,13 +40,13 @@ class Momentum(AdamW):
         """Return the one above, whatever brings another Adam."""
         return MomentumAndAdam
 
-    def group_of(self, name: str, dimensions: int) -> Group:
+    def group_entries(self, name: str, dimensions: int) -> Group:
         """Return momentum and rate of matrices of layers."""
-        return MATRICES_OF_LAYERS if dimensions == 2 and "linear" in name else super().group_of(name, dimensions)
+        return MATRICES_OF_LAYERS if dimensions == 2 and "linear" in name else super().group_entries(name, dimensions)
 
-    def states(self, group: Group) -> tuple[str, ...]:
+    def state_names(self, group: Group) -> tuple[str, ...]:
         """Return one buffer, or Adam's moments."""
-        return ("momentum_buffer",) if "momentum" in group else super().states(group)
+        return ("momentum_buffer",) if "momentum" in group else super().state_names(group)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.parallel import rank_grid
-from megatron_fanformer.train.callbacks import SeenSources, Stragglers, peak_flops_per_second
+from megatron_fanformer.train.callbacks import SourceCounter, Stragglers, peak_flops_per_second
 from megatron_fanformer.train.config import config_from_dict
 from megatron_fanformer.train.step import weights_in_step
 from tests.small_runs import SEQ_LENGTH, RunOnRanks, small_run, trainer_of
@@ -93,16 +93,16 @@ def test_the_peak_rate_is_that_of_all_chips(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(("skipped", "seen"), [([4], (3, 9)), ([5], (4, 9)), ([11], (4, 10))])
 def test_a_skipped_step_is_left_out_once(skipped: list[int], seen: tuple[int, int]) -> None:
     """Of a source that has a sample in each step: counted after steps 4 and 10."""
-    sources: Any = SeenSources.__new__(SeenSources)
-    sources._config, sources._train, sources._skipped = (
+    sources: Any = SourceCounter.__new__(SourceCounter)
+    sources._config, sources._train, sources._skipped_steps = (
         config_from_dict(small_run("tokens", Path("run"))),
         None,
         skipped,
     )
     sources._names, sources._step, sources._former = ["a"], 0, {}
     sources._samples, sources._epoch_samples = np.zeros(1, np.int64), np.ones(1)
-    sources._of_steps = lambda first, last: np.array([last - first + 1])
-    counted = tuple(sources.after(step)["a"]["tokens"] / SEQ_LENGTH for step in (4, 10))
+    sources._count_samples = lambda first, last: np.array([last - first + 1])
+    counted = tuple(sources.totals_after(step)["a"]["tokens"] / SEQ_LENGTH for step in (4, 10))
     assert counted == seen
 
 

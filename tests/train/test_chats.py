@@ -185,7 +185,7 @@ def test_epochs_become_steps_which_the_run_records(tmp_path: Path, run_on_ranks:
         ({"training": {"train_iters": None}}, "training.train_iters, training.epochs: neither is given"),
         (
             {"training": {"train_iters": None, "epochs": 1}, "data": {"format": "pretraining"}},
-            "training.epochs is 1.0, which counts conversations (data.format sft) alone",
+            "training.epochs is 1.0, which is only for conversations (data.format sft)",
         ),
         ({"schedule": {"lr_warmup_fraction": 0.1}}, "schedule.lr_warmup_fraction is 0.1 and lr_warmup_iters 5"),
         (

@@ -12,7 +12,7 @@ import torch
 from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.errors import InputError, Interrupted
 from megatron_fanformer.train.config import config_from_dict
-from megatron_fanformer.train.metrics import metric_of, read_metrics
+from megatron_fanformer.train.metrics import find_metric, read_metrics
 from megatron_fanformer.train.preflight import find_start
 from tests import small_runs
 from tests.evaluate.made_up import made_up_tasks, write_made_up
@@ -75,7 +75,7 @@ def test_a_run_is_the_same_to_the_bit_with_and_without_evaluation(
     without = run_on_ranks(2, train, small_run(tokens, tmp_path / "without", **plain, **layout))
     assert run_on_ranks(2, train, small_run(tokens, tmp_path / "with", **evaluated, **layout)) == without
     lines = read_metrics(tmp_path / "with")
-    assert all(metric_of(name) for line in lines for name in line)
+    assert all(find_metric(name) for line in lines for name in line)
     expected = read_metrics(tmp_path / "without")
     assert [[line[name] for name in ("loss", "grad_norm")] for line in lines] == [
         [line[name] for name in ("loss", "grad_norm")] for line in expected

@@ -95,13 +95,13 @@ def test_a_run_ends_after_its_minutes_and_goes_on_by_the_same_command(
 
 
 def test_the_minutes_count_from_the_start_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert InterruptListener(minutes=1e-3).now().end  # the tests' own process is older
-    assert not InterruptListener(minutes=1e6).now().end
+    assert InterruptListener(minutes=1e-3).pending().end  # the tests' own process is older
+    assert not InterruptListener(minutes=1e6).pending().end
     now = [1000.0]
     monkeypatch.setattr(interrupts, "seconds_since_start", lambda _process: 90.0)
     monkeypatch.setattr(interrupts, "time", SimpleNamespace(monotonic=lambda: now[0]))
     listener = InterruptListener(minutes=10)
     now[0] += 600 - 90
-    assert not listener.now().end
+    assert not listener.pending().end
     now[0] += 1
-    assert listener.now().end
+    assert listener.pending().end

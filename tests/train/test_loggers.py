@@ -1,5 +1,6 @@
 """Loggers have every step once, whatever comes between; one is made of a file and an entry."""
 
+import dataclasses
 import importlib.util
 import io
 import json
@@ -29,7 +30,7 @@ from megatron_fanformer.train.loggers import (
     Start,
     TensorBoard,
 )
-from megatron_fanformer.train.metrics import METRIC_TABLE, metric_of, read_metrics
+from megatron_fanformer.train.metrics import METRIC_TABLE, find_metric, read_metrics
 from megatron_fanformer.train.preflight import machine_problems
 from megatron_fanformer.train.start import _train
 from tests.small_runs import RunOnRanks, small_run, write_tokens
@@ -65,11 +66,10 @@ def test_a_line_stays_json_whatever_the_numbers_are(tmp_path: Path) -> None:
 # -- all loggers of a run that logs steps 1 to 4, is killed, resumes after step 2, and logs 3 to 5 again
 
 
-def loggers(run: Path, **fields: Any) -> Loggers:
-    values = small_run("tokens", run, logging={"tensorboard": False, **fields})
-    config = config_from_dict(values)
-    run, steps = Path(config.training.run_dir), config.training.steps
-    return Loggers(config.logging, Console(file=io.StringIO()), run=run, steps=steps, writes=True)
+def loggers(run: Path, values: dict[str, Any] | None = None, **fields: Any) -> Loggers:
+    begun = start(run)
+    config = LoggingConfig(**{"tensorboard": False, **fields})
+    return Loggers(dataclasses.replace(begun, values=values or {}, logging=config), {}, is_writer=True)
 
 
 def metrics(step: int, life: int) -> dict[str, Any]:
@@ -80,15 +80,15 @@ def metrics(step: int, life: int) -> dict[str, Any]:
 
 
 def log_two_lives(run: Path, **fields: Any) -> None:
-    first = loggers(run, **fields)
-    first.open({"optimizer": {"lr": 0.25}, "data": {"train_data": ["a"]}}, step=0)
+    first = loggers(run, {"optimizer": {"lr": 0.25}, "data": {"train_data": ["a"]}}, **fields)
+    first.open(step=0)
     for step in range(1, 5):
         first.write(step, metrics(step, life=1))
     first.close()
     with (run / METRICS).open("a") as file:
         file.write('{"step": 5, "lo')
-    second = loggers(run, **fields)
-    second.open({"optimizer": {"lr": 0.5}, "data": {"train_data": ["a"]}}, step=2)
+    second = loggers(run, {"optimizer": {"lr": 0.5}, "data": {"train_data": ["a"]}}, **fields)
+    second.open(step=2)
     for step in range(3, 6):
         second.write(step, metrics(step, life=2))
     second.close()
@@ -150,10 +150,10 @@ def test_a_logger_that_fails_is_left_out_with_one_warning_and_not_opened_again(
     opened = loggers(tmp_path, tensorboard=True)
     monkeypatch.setattr(TensorBoard, "write", mock.Mock(side_effect=ConnectionError("no route to host")))
     with caplog.at_level(logging.WARNING, "megatron_fanformer"):
-        opened.open({}, step=0)
+        opened.open(step=0)
         opened.write(1, {"loss": 1.0})
         opened.write(2, {"loss": 2.0})
-        opened.open({}, step=1)  # where the run went back
+        opened.open(step=1)  # where the run went back
         opened.write(2, {"loss": 2.5})
         opened.close()
     [line] = [record.getMessage() for record in caplog.records]
@@ -174,7 +174,7 @@ def test_wandb_that_is_not_installed_is_refused_before_the_run(monkeypatch: pyte
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / METRICS).mkdir()
     with pytest.raises(InputError, match=r"training\.run_dir .* cannot be written \(Is a directory\); free space"):
-        loggers(tmp_path).open({}, step=0)
+        loggers(tmp_path).open(step=0)
     assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {}
 
 
@@ -239,7 +239,7 @@ def test_it_has_every_step_once(run: Path) -> None:
 
 def test_every_metric_of_a_run_is_in_the_table(run: Path) -> None:
     """Tasks and perplexity sets: `test_evaluation.py`."""
-    found = {name: metric_of(name) for entry in read_metrics(run) for name in entry}
+    found = {name: find_metric(name) for entry in read_metrics(run) for name in entry}
     assert [name for name, metric in found.items() if metric is None] == []
     absent = {metric.name for metric in METRIC_TABLE} - {metric.name for metric in found.values() if metric}
     assert {name for name in absent if not name.startswith("eval/")} == {

@@ -41,7 +41,7 @@ def test_fused_gradients_are_the_engines_or_apexs(
 
 
 def layers_problems(model: Any, parallel: ParallelConfig, kernels: KernelsConfig, dtype: str) -> list[str]:
-    return [*layer_problems(model, parallel, kernels, with_engine=has_engine(kernels), in_fp32=dtype == "fp32")]
+    return [*layer_problems(model, parallel, kernels, uses_engine=has_engine(kernels), in_fp32=dtype == "fp32")]
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from megatron_fanformer.train.megatron_arguments import (
     FP8_DEFAULTS,
     MODEL_DEFAULTS,
     SAME_NAMES,
-    SET,
+    SWITCHES,
 )
 from tests.small_runs import ROOT, write_tokens
 from tests.stock_megatron import HAS_TRAINING
@@ -75,7 +75,7 @@ CONFIGURATION: dict[str, Any] = {
     },
 }
 NOTES = {
-    "FAN layers": ["model.fan.placement none is that Transformer; without it, it is the FANformer of the same size"],
+    "FAN layers": ["model.fan.placement none makes it that Transformer; remove it for the FANformer of the same size"],
     "Not carried over": ["--use-mcore-models: no field here", "--empty-unused-memory-level 1: no field here"],
 }
 
@@ -189,7 +189,7 @@ def test_what_does_not_carry_over_is_listed(arguments: str, title: str, note: st
 
 
 def test_every_converted_argument_has_a_field() -> None:
-    assert {*SET, *CHOICES} <= CONVERTED.keys()
+    assert {*SWITCHES, *CHOICES} <= CONVERTED.keys()
     assert not CONVERTED.keys() & BY_HAND.keys()
 
 

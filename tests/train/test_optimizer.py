@@ -48,7 +48,7 @@ def test_every_entry_is_complete(name: str) -> None:
     assert f"`{name}`" in field_texts(OptimizerConfig)["name"]
     assert rule == type(rule)() and hash(rule) == hash(type(rule)())
     for weight, dimensions in ((EMBEDDING, 2), ("linear_fc1.weight", 2), ("final_layernorm.weight", 1)):
-        states = rule.states(rule.group_of(weight, dimensions))
+        states = rule.state_names(rule.group_entries(weight, dimensions))
         assert rule.state_bytes(weight, dimensions) == 4 * len(states)
 
 

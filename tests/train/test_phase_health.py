@@ -56,8 +56,8 @@ def take_steps(values: dict[str, Any], change: Callable[[list[Any]], None] = lam
 
             attention.fan.linear.register_forward_hook(keep)
         sums: list[Any] = []
-        over_all_ranks = phases._over_all_ranks
-        phases._over_all_ranks = lambda: sums.append(over_all_ranks()) or sums[-1]
+        reduce_over_ranks = phases._reduce_over_ranks
+        phases._reduce_over_ranks = lambda: sums.append(reduce_over_ranks()) or sums[-1]
         while not trainer._is_over:
             seen.clear()
             trainer.take_step()

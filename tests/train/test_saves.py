@@ -20,7 +20,7 @@ def test_a_save_begins_once_the_one_before_is_published() -> None:
     assert order.mock_calls == [
         call.saver.finish_due(blocking=True),
         call.mirror.offer("step-00000002"),
-        call.listener.grant_save(),
+        call.listener.clear_save_requests(),
         call.saver.save(step=3, progress={}),
         call.mirror.offer("step-00000002"),
     ]
@@ -40,7 +40,7 @@ def test_a_signal_that_came_before_leaves_the_mirror_its_minute(
 ) -> None:
     saves: Any = Checkpointer.__new__(Checkpointer)
     saves._has_mirror, saves._mirror, saves._listener = True, Mock(), Mock()
-    saves._listener.now.side_effect = [Interrupts(stop=stop) for stop in signals]
+    saves._listener.pending.side_effect = [Interrupts(stop=stop) for stop in signals]
     asked = []
     saves._mirror.finish.side_effect = lambda is_enough, seconds: asked.append((is_enough(), seconds))
     saves.finish_copies(was_stopped=was_stopped)
