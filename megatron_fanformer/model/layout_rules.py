@@ -20,8 +20,8 @@ def layout_problems(model: FANformerConfig, parallel: ParallelConfig) -> list[st
     ]
 
 
-def _tensor_problems(model: FANformerConfig, tensor: int) -> Iterator[str]:
-    size = f"parallel.tensor_model_parallel_size {tensor}"
+def _tensor_problems(model: FANformerConfig, tp_size: int) -> Iterator[str]:
+    size = f"parallel.tensor_model_parallel_size {tp_size}"
     heads, groups = model.num_attention_heads, model.query_groups
 
     def is_valid(ranks: int) -> bool:
@@ -32,7 +32,7 @@ def _tensor_problems(model: FANformerConfig, tensor: int) -> Iterator[str]:
         return has_whole_groups or can_share_groups
 
     sizes = [ranks for ranks in divisors(heads) if is_valid(ranks)]
-    if tensor not in sizes:
+    if tp_size not in sizes:
         of_groups = (
             "" if groups == heads else f", or not into whole or equally shared groups (model.num_query_groups {groups})"
         )
@@ -41,14 +41,14 @@ def _tensor_problems(model: FANformerConfig, tensor: int) -> Iterator[str]:
             f"{', '.join(map(str, sizes))}"
         )
     for name in ("ffn_hidden_size", "padded_vocab_size"):
-        if getattr(model, name) % tensor:
+        if getattr(model, name) % tp_size:
             yield f"{size} does not divide model.{name} {getattr(model, name)}; change one of them"
 
 
 def _fan_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[str]:
-    tensor = parallel.tensor_model_parallel_size
+    tp_size = parallel.tensor_model_parallel_size
     if parallel.recomputes("fan"):
-        yield from fan_recompute_problems(model, tensor)
+        yield from fan_recompute_problems(model, tp_size)
     if parallel.fan_form == "sequence":  # every rank holds the whole map
         if model.placement.is_fanformer and not model.has_fan:
             yield (
@@ -59,22 +59,22 @@ def _fan_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[
     for _, field, width, p_ratio in model.placement.maps(model):
         periodic = int(p_ratio * width)
         linear = width - 2 * periodic
-        if periodic % tensor == 0 and linear % tensor == 0:
+        if periodic % tp_size == 0 and linear % tp_size == 0:
             continue
         name = "p_ratio" if getattr(model.fan, field) is None else field
-        nearest = nearest_p_ratio(p_ratio, width, tensor)
+        nearest = nearest_p_ratio(p_ratio, width, tp_size)
         remedy = (
             f"its width {width} must be a multiple of it"
             if nearest is None
             else f"the nearest valid model.fan.{name} is {nearest}"
         )
         yield (
-            f"parallel.tensor_model_parallel_size {tensor} does not divide the FAN map's {periodic} periodic and "
+            f"parallel.tensor_model_parallel_size {tp_size} does not divide the FAN map's {periodic} periodic and "
             f"{linear} linear rows (model.fan.{name} {p_ratio}); {remedy}"
         )
 
 
-def fan_recompute_problems(model: FANformerConfig, tensor: int) -> Iterator[str]:
+def fan_recompute_problems(model: FANformerConfig, tp_size: int) -> Iterator[str]:
     """Yield why recomputing attention's FAN map saves no memory at that tensor parallel size."""
     placement, start = model.placement, "parallel.recompute_modules has fan, but"
     if not placement.is_in_attention:
@@ -84,7 +84,7 @@ def fan_recompute_problems(model: FANformerConfig, tensor: int) -> Iterator[str]
             f"recompute; {remedy}"
         )
     # On one rank attention keeps the map's values anyway. X_F is freed (and a GELU's g), p | g is kept in its place.
-    frees_only_x_f = placement.has_own_values and tensor == 1 and model.fan.activation != "gelu"
+    frees_only_x_f = placement.has_own_values and tp_size == 1 and model.fan.activation != "gelu"
     if frees_only_x_f and model.fan_rows >= model.hidden_size:
         yield (
             f"{start} at placement {placement.name} and tensor_model_parallel_size 1 it frees X_F, {model.hidden_size} "
@@ -134,13 +134,13 @@ def _pipeline_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iter
 
 def _sequence_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[str]:
     context = parallel.context_parallel_size
-    tensor = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    tp_size = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
     # A context parallel rank holds two chunks, which sequence parallelism shards together.
-    unit = math.lcm(2 * context if context > 1 else 1, context * tensor)
+    unit = math.lcm(2 * context if context > 1 else 1, context * tp_size)
     if model.seq_length % unit:
         yield (
             f"model.seq_length {model.seq_length} is not a multiple of {unit}, into which context parallel size "
-            f"{context} (two chunks per rank, above 1) and sequence parallelism over {tensor} ranks (1: none) "
+            f"{context} (two chunks per rank, above 1) and sequence parallelism over {tp_size} ranks (1: none) "
             f"split it; the nearest is {max(unit, round(model.seq_length / unit) * unit)}"
         )
     heads = max(1, model.query_groups // parallel.tensor_model_parallel_size)  # a rank has at least one, shared or not

@@ -141,7 +141,7 @@ class _LossHeadFunction(torch.autograd.Function):
             x_sbh = gather_from_sequence_parallel_region(x_sbh, group=head.tp_group)
         x_nh = x_sbh.flatten(0, 1)
         labels_n, mask_n = labels_sb.reshape(-1), mask_sb.reshape(-1)
-        kept_n = None if is_differentiated else mask_n.nonzero().squeeze(1)  # few: a question's answer alone is scored
+        kept_n = None if is_differentiated else mask_n.nonzero().squeeze(1)  # only answers are scored
         if kept_n is not None:
             x_nh, labels_n, mask_n = x_nh[kept_n], labels_n[kept_n], mask_n[kept_n]
         losses_n = torch.empty(len(x_nh), dtype=torch.float32, device=x_nh.device)
@@ -209,13 +209,13 @@ class _Gradients:
         self.weight, self.head = weight_vh, head
         self.shape = x_sbh.shape
         tokens = x_sbh.shape[0] * x_sbh.shape[1] * (head.tp_group.size() if head.sequence_parallel else 1)
-        self.x_nh = torch.empty((tokens, x_sbh.shape[2]), dtype=x_sbh.dtype, device=x_sbh.device)
+        self.x_grad_nh = torch.empty((tokens, x_sbh.shape[2]), dtype=x_sbh.dtype, device=x_sbh.device)
         self.is_in_main_grad = weight_vh.requires_grad and hasattr(weight_vh, "main_grad")
-        self.weight_vh: Tensor | None = None  # gradient of the weight
+        self.weight_grad_vh: Tensor | None = None
         if self.is_in_main_grad:
-            self.weight_vh = weight_vh.main_grad
+            self.weight_grad_vh = weight_vh.main_grad
         elif weight_vh.requires_grad:
-            self.weight_vh = torch.zeros_like(weight_vh, dtype=torch.float32)
+            self.weight_grad_vh = torch.zeros_like(weight_vh, dtype=torch.float32)
         self._num_added = 0
         self._reduction: Any = None
         self._unreduced: Tensor | None = None
@@ -223,11 +223,11 @@ class _Gradients:
     def add(self, dlogits_cv: Tensor, x_ch: Tensor, factor_c: Tensor) -> None:
         """Add the next chunk: the gradient of its logits is `dlogits_cv` times `factor_c`."""
         begin, self._num_added = self._num_added, self._num_added + len(x_ch)
-        torch.mm(dlogits_cv, self.weight, out=self.x_nh[begin : self._num_added]).mul_(factor_c.unsqueeze(-1))
-        if self._num_added == len(self.x_nh):
+        torch.mm(dlogits_cv, self.weight, out=self.x_grad_nh[begin : self._num_added]).mul_(factor_c.unsqueeze(-1))
+        if self._num_added == len(self.x_grad_nh):
             self._start_reduction()  # runs while the weight's gradient is computed
-        if self.weight_vh is not None:
-            add_product(self.weight_vh, dlogits_cv, (x_ch * factor_c.unsqueeze(-1)).to(x_ch.dtype))
+        if self.weight_grad_vh is not None:
+            add_product(self.weight_grad_vh, dlogits_cv, (x_ch * factor_c.unsqueeze(-1)).to(x_ch.dtype))
 
     def _start_reduction(self) -> None:
         """Start to sum the hidden states' gradient over the ranks; under sequence parallelism keep this rank's part."""
@@ -235,22 +235,22 @@ class _Gradients:
         if group.size() == 1:
             return
         if not self.head.sequence_parallel:
-            self._reduction = dist.all_reduce(self.x_nh, group=group, async_op=True)
+            self._reduction = dist.all_reduce(self.x_grad_nh, group=group, async_op=True)
             return
-        self._unreduced = self.x_nh  # alive until the reduction is complete, if the backend keeps no reference
-        self.x_nh = self.x_nh.new_empty((len(self.x_nh) // group.size(), self.x_nh.shape[1]))
-        self._reduction = dist.reduce_scatter_tensor(self.x_nh, self._unreduced, group=group, async_op=True)
+        self._unreduced = self.x_grad_nh  # alive until the reduction is complete, if the backend keeps no reference
+        self.x_grad_nh = self.x_grad_nh.new_empty((len(self.x_grad_nh) // group.size(), self.x_grad_nh.shape[1]))
+        self._reduction = dist.reduce_scatter_tensor(self.x_grad_nh, self._unreduced, group=group, async_op=True)
 
     def scaled(self, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the gradients of the hidden states and of the weight times `scale`; None: as they are."""
         if self._reduction is not None:
             self._reduction.wait()
             self._unreduced = None
-        x_sbh = self.x_nh.view(self.shape)
+        x_sbh = self.x_grad_nh.view(self.shape)
         if scale is not None:
             x_sbh.mul_(scale)
         if self.is_in_main_grad:
             return x_sbh, stand_in(self.weight)
-        if self.weight_vh is not None and scale is not None:
-            self.weight_vh.mul_(scale)
-        return x_sbh, self.weight_vh
+        if self.weight_grad_vh is not None and scale is not None:
+            self.weight_grad_vh.mul_(scale)
+        return x_sbh, self.weight_grad_vh
