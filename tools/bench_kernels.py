@@ -4,9 +4,9 @@
     python tools/bench_kernels.py fan --device cuda --hidden-size 4096 --p-ratio 0.125 --json
     python tools/bench_kernels.py loss-head --dtype bf16 --tokens 16384 --hidden-size 2048 --device cuda
 
-A time is the median of its turns. The bytes of the FAN activation are those that have to move: forward reads p | g and
+A time is the median over turns. The bytes of the FAN activation are the least that must move: forward reads p | g and
 writes X_F, backward reads cos p, sin p and X_F's gradient and writes the gradient of p | g. The loss head's peak memory
-is the most that a turn holds, less what was held before: resident on a CPU, allocated on a GPU.
+is the maximum during a turn less the memory before it: resident on a CPU, allocated on a GPU.
 """
 
 import argparse
@@ -26,12 +26,12 @@ from megatron_fanformer.runtime import device as devices
 
 REPEATS = {"cpu": 11, "cuda": 51}
 WARM_UP_TURNS = 3
-FLUSHED_BYTES = 2**30  # read before each turn on a GPU: many times its L2, and long enough to queue a turn behind
+FLUSHED_BYTES = 2**30  # read before each turn on a GPU: empties the L2 cache, and lasts until the turn is queued
 Turn = Callable[[], object]
 
 
 def main() -> int:
-    """Print an object, or a line, for each measurement."""
+    """Print a line, or with --json an object, for each measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kernel", choices=("fan", "loss-head"))
     parser.add_argument("--device", choices=tuple(REPEATS), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -55,7 +55,7 @@ def main() -> int:
 
 
 def fan(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Measure both directions of each form that runs on the device."""
+    """Measure forward and backward of each implementation that runs on the device."""
     device, h, periodic = options.device, options.hidden_size, int(options.p_ratio * options.hidden_size)
     for name in options.dtypes:
         dtype = torch_dtype(name)
@@ -88,7 +88,7 @@ def _forms(tensor: torch.Tensor) -> dict[str, fan_activation.Implementation]:
 
 
 def loss_head(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Measure forward and backward of Megatron's head, then of the chunked one."""
+    """Measure forward and backward of Megatron's head and of the chunked head."""
     devices.prepare_megatron(on_cpu=options.device == "cpu")
     from megatron_fanformer.runtime.layout import RuntimeConfig
     from megatron_fanformer.runtime.parallel import ParallelConfig, distributed
@@ -117,7 +117,7 @@ def loss_head(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _head_turn(options: argparse.Namespace, dtype: torch.dtype, grid: Any, is_chunked: bool) -> Turn:
-    """Return the head's turn in a model of one layer in megatron-core's data parallelism, with its float32 buffers."""
+    """Return a function for one forward and backward of a head, in a model with megatron-core's gradient buffers."""
     from megatron_fanformer.model.build import build_stages
     from megatron_fanformer.model.config import FANformerConfig, KernelsConfig
     from megatron_fanformer.runtime.parallel import ParallelConfig
@@ -153,7 +153,7 @@ def _head_turn(options: argparse.Namespace, dtype: torch.dtype, grid: Any, is_ch
 
 
 def _medians(turns: dict[Any, Turn], options: argparse.Namespace) -> dict[Any, float]:
-    """Return the median seconds of each, in turns; on a GPU with cold caches."""
+    """Return the median seconds of each function, which take turns; on a GPU with cold caches."""
     clock = _seconds_on_gpu if options.device == "cuda" else _seconds_on_cpu
     flushed = torch.empty(FLUSHED_BYTES if options.device == "cuda" else 0, dtype=torch.int8, device=options.device)
     seconds: dict[Any, list[float]] = {name: [] for name in turns}
@@ -171,7 +171,7 @@ def _seconds_on_cpu(turn: Turn, _flushed: torch.Tensor) -> float:
 
 def _seconds_on_gpu(turn: Turn, flushed: torch.Tensor) -> float:
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    flushed.view(torch.int64).sum()  # leaves nothing to be written back; the turn is queued while it runs
+    flushed.view(torch.int64).sum()  # a sum writes nothing to the cache; the turn is queued while it runs
     before.record()
     turn()
     after.record()

@@ -2,10 +2,10 @@
 
     python tools/bench_prepare.py --corpus FILE… --work FOLDER --tokenizer tokenizer.json
 
-The loop encodes a file's documents at once, appends an end of text to each and writes uint16. It has no ledger,
-manifest, resume, check of ids or bound of memory. Where gigatoken alone encodes a document otherwise than the exact
-library, the tokens differ. CPU seconds are user and system seconds of all processes, which other programs disturb less
-than wall seconds; the table shows the least of the turns. MB are 10^6 bytes of uncompressed JSON.
+The loop encodes all documents of a file at once, appends an end of text to each and writes uint16. It has no ledger,
+manifest, resume, check of ids or bound of memory. The tokens differ if gigatoken encodes a document otherwise than the
+exact library, which `prepare` then uses. CPU seconds are user and system seconds of all processes, which other programs
+disturb less than wall seconds; the table shows the smallest of the turns. An MB is 10^6 bytes of uncompressed JSON.
 """
 
 import argparse
@@ -42,7 +42,7 @@ with open(output, "wb") as out:
 
 
 class Turn(NamedTuple):
-    """One run of one program."""
+    """A timed run of `prepare` or of the loop."""
 
     cpu_seconds: float
     wall_seconds: float
@@ -51,7 +51,7 @@ class Turn(NamedTuple):
 
 
 def main() -> int:
-    """Measure in turns, and print."""
+    """Run `prepare` and the loop in turns, and print a table of their times."""
     from megatron_fanformer.data.tokenizer import load_tokenizer
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -114,7 +114,7 @@ def run_loop(files: Sequence[Path], tokenizer: str, eod_id: int, workers: int, f
 
 
 def _timed(command: list[str], **variables: str) -> tuple[float, float]:
-    """Run a command; return its CPU seconds, of all its processes, and its wall seconds."""
+    """Run a command; return the CPU seconds of all its processes, and the wall seconds."""
     before, began = _children_seconds(), time.monotonic()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, **variables})
     return _children_seconds() - before, time.monotonic() - began

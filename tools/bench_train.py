@@ -1,21 +1,21 @@
-r"""Measure training steps: seconds, tokens/s, model FLOP/s, memory; of cases that take turns.
+r"""Measure training steps of several cases in turns: seconds, tokens/s, model FLOP/s, memory.
 
     python tools/bench_train.py                                   # a small model on this machine's CPU
     python tools/bench_train.py --preset fanformer-1b --alone --micro-batch-size 8 --json steps.json \
         --case F fanformer --case FP8 fanformer precision.fp8=hybrid --case T transformer 'layout=tp=2'
 
-A case is a name, a model and settings. Models: `fanformer`, that of the preset or configuration; `transformer`, the
-same without FAN; `same-params`, the FANformer of as many parameters as that (less d_ff); `p=0.125` and the like.
-Settings: fields with their section, as YAML; a layout as for `parity`; variables of the environment (`NAME=value`).
+A case is a name, a model and settings. Models: `fanformer`, the model of the preset or configuration; `transformer`,
+the same without FAN; `same-params`, the FANformer with as many parameters as the transformer (a smaller d_ff);
+`p=0.125`, another p_ratio. Settings: fields (`section.field=YAML`), a layout as for `parity`, variables (`NAME=value`).
 `--peers` adds plain PyTorch on the model for transformers (`benchmarking.peers`), on a CPU.
 
-Every case is a whole Trainer on random tokens, in processes of its own. Cases take turns, so that a busy machine slows
-all alike: compare ratios. With `--alone` each turn has new processes, for cases that do not fit into the memory side by
-side; those of several turns import ahead. The file is written anew after each turn.
+Every case is a whole Trainer on random tokens, in separate processes. Cases take turns, so that a busy machine slows
+all of them alike: compare ratios. With `--alone` each turn has new processes, for cases that do not fit into memory
+together; the processes of several turns import in advance. The report is written anew after each turn.
 
-`--rates` measures the machine in each round, too: the report is then a machine file for `plan --gpu`, and has shares of
-the matrix products' rate and step times by formula on that machine. Else shares are of the data sheet's rate in bf16,
-and predictions by it, where `plan/machines.yaml` knows the chip.
+`--rates` measures the machine in each round, too. The report is then a machine file for `plan --gpu`, and has shares of
+the measured rate of matrix products and step times by formula on that machine. Otherwise shares and predictions follow
+the data sheet's rate in bf16, if `plan/machines.yaml` knows the chip.
 """
 
 import argparse
@@ -51,7 +51,7 @@ from megatron_fanformer.processes import usable_cores
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.train.config import config_from_dict, load_config
 
-SMALL = FANformerConfig(  # the one that the authors' implementation was measured with on a CPU
+SMALL = FANformerConfig(  # the model on which the authors' implementation was measured on a CPU
     num_layers=8, hidden_size=512, ffn_hidden_size=2048, num_attention_heads=8, vocab_size=50_304, seq_length=512
 )
 
@@ -63,14 +63,14 @@ class Case:
     name: str
     values: dict[str, Any]
     variables: dict[str, str] = field(default_factory=dict)
-    """Of the environment."""
+    """Environment variables."""
     world_size: int = 1
     peer: Peer | None = None
-    """A program that trains it in place of a Trainer."""
+    """The program that trains the model in place of a Trainer."""
     turns: list[float] = field(default_factory=list)
     """Seconds of a step."""
     rates: list[Rates] = field(default_factory=list)
-    """Of the machine in the rounds of the turns."""
+    """Rates of the machine in the rounds of the turns."""
     predictions: list[float] = field(default_factory=list)
     peak_memory: int = 0
 
@@ -86,7 +86,7 @@ class Case:
 
 
 def main() -> int:
-    """Take all turns, and print a table; the exit code is 1 where a case failed."""
+    """Take all turns, and print a table; return the exit code, which is 1 if a case failed."""
     options = _options()
     devices.prepare_libraries()
     device = devices.resolve_device(options.device)
@@ -196,7 +196,7 @@ def _device(device: devices.DeviceKind) -> dict[str, Any]:
 
 
 class Machine:
-    """The rates of this machine in the products of a case's model; the report gets the round of the median rate."""
+    """Measures the rates of this machine in the products of a case's model; the report gets the median round."""
 
     def __init__(self, case: Case, device: devices.DeviceKind, report: dict[str, Any]) -> None:
         self._model = config_from_dict(case.values).model
@@ -210,7 +210,7 @@ class Machine:
         self._report = report
 
     def measure(self) -> tuple[Rates, dict[str, Any]]:
-        """Measure now."""
+        """Return the rates now, and the values of a machine file."""
         rates = self._clock.rates()
         measured = measured_machine(self._model, self._size, self._dtype, rates.mean, self._device)
         if self._device.type == "cuda":
@@ -223,7 +223,7 @@ class Machine:
 def _side_by_side(
     cases: list[Case], options: argparse.Namespace, report: dict[str, Any], machine: Machine | None
 ) -> None:
-    """Let all cases take their turns, in processes that stay."""
+    """Let all cases take their turns in processes that live until the end."""
     with ExitStack() as stack:
         running = []
         for case in cases:
@@ -238,7 +238,7 @@ def _side_by_side(
 
 
 def _alone(cases: list[Case], options: argparse.Namespace, report: dict[str, Any], machine: Machine | None) -> None:
-    """Give each turn processes of its own; the order is reversed from round to round."""
+    """Start new processes for each turn; every second round takes the cases in reverse order."""
     now = machine and machine.measure()
     order = [case for number in range(options.rounds) for case in (cases if number % 2 == 0 else cases[::-1])]
     ahead = options.ahead or max(1, usable_cores() // 2)

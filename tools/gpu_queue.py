@@ -1,15 +1,14 @@
-"""Run all that one GPU can settle, part by part in order of worth, each within its limit; every result is kept.
+"""Run the checks and measurements for a GPU, part by part in order of importance, each within a time limit.
 
     python tools/gpu_queue.py --list
     python tools/gpu_queue.py --site SITE --minutes 25        # on a machine with a GPU; again to go on
     python tools/gpu_queue.py --only machine tests            # these, and what they need
     python tools/gpu_queue.py --rehearse                      # on a CPU: small sizes, a stand-in for Transformer Engine
 
-The output folder has report.md (decisions, figures, goals, whether they are met, seconds) and a folder for each part
-with `part.json`, logs and files. A part that is done is not run again; one whose time is not there is left out, and the
-next one is tried. A command is asked to end by SIGTERM, with all that it started in its session, and killed after 40 s.
-The exit code is 1 where a part failed, and 5 after a signal: that ends the part that is running, and the report is
-still written. docs/gpu.md has more.
+The output folder has report.md (figures, goals, whether they are met, seconds) and a folder for each part with
+`part.json`, logs and files. A part that is done is not run again; one for which too little time is left is skipped. At
+its limit, a command and all processes of its session get SIGTERM, and SIGKILL after 40 s. The exit code is 1 if a part
+failed, and 5 after a signal, which ends the running part; the report is still written. docs/gpu.md has more.
 """
 
 import argparse
@@ -36,7 +35,7 @@ from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import Interrupted
 from megatron_fanformer.processes import STOP_SIGNALS, signals_to, usable_cores
 
-PATIENCE = 10  # a rehearsal's limits are so many times as long
+PATIENCE = 10  # factor of the limits in a rehearsal
 STAND_IN = (Path(sys.prefix) / "engine", ROOT / "tests" / "engine_on_cpu" / "site")
 RESULT, REPORT = "part.json", "report.md"
 DONE, GOES_ON, INTERRUPTED = "done", "goes on in the next call", "interrupted"
@@ -46,19 +45,19 @@ POLL_SECONDS = 0.05
 
 @dataclass(kw_only=True)
 class Result:
-    """How a part ended, and its figures: name, value, rule, verdict."""
+    """The status of a part, and its figures: name, value, rule, verdict."""
 
     status: str
     seconds: float = 0.0
-    """Of all calls, where it goes on from one to the next."""
+    """The sum over all calls in which the part ran."""
     ended: str = ""
-    """UTC, and the commit."""
+    """The time of the end in UTC, and the commit."""
     rehearsed: bool = False
     figures: list[list[str]] = field(default_factory=list)
 
     @property
     def has_failed(self) -> bool:
-        """Whether it did not do what it should; a goal that is not met is a result."""
+        """Return whether the part failed; a goal that is not met is no failure."""
         return self.status.startswith("FAILED")
 
 
@@ -123,15 +122,15 @@ class Queue:
 
     @property
     def chosen(self) -> list[Part]:
-        """The parts that were named and those that they need, in the order of the table."""
+        """Return the requested parts and all parts that they need, in the order of the table."""
         wanted = set(self._options.only or self._parts)
-        for part in reversed(self._parts.values()):  # what a part needs comes before it
+        for part in reversed(self._parts.values()):  # parts follow those that they need
             if part.name in wanted:
                 wanted.update(part.needs)
         return [part for part in self._parts.values() if part.name in wanted]
 
     def take(self, part: Part) -> None:
-        """Run a part, unless it is done, or its time or what it needs is not there; print which."""
+        """Run a part and print its result, unless it is done, lacks time, or needs a part that is not done."""
         is_again = self._options.again and part.name in (self._options.only or self._parts)
         earlier = None if is_again else self._earlier(part)
         before = earlier.seconds if earlier and earlier.status == GOES_ON else 0.0
@@ -151,7 +150,7 @@ class Queue:
             self._keep(part, result, f"{result.seconds:.0f} s, {result.status}")
 
     def page(self) -> str:
-        """Return the report: of all parts that have a result, of earlier calls too."""
+        """Return the report on all parts that have a result, from this call or an earlier one."""
         lines = ["# Results of the queue", ""]
         lines += ["A rehearsal: no figure of speed is judged.", ""] if self._options.rehearse else []
         if (machine := self._output / "machine" / "machine.json").is_file():
@@ -180,7 +179,7 @@ class Queue:
         write_atomically(self._output / REPORT, self.page())
 
     def _earlier(self, part: Part) -> Result | None:
-        """Read the result of an earlier call of the same kind."""
+        """Return a part's result of an earlier call, if that was a rehearsal just as this call is, or None."""
         try:
             result = Result(**json.loads((self._output / part.name / RESULT).read_text()))
         except (OSError, ValueError, TypeError):
@@ -188,7 +187,7 @@ class Queue:
         return result if result.rehearsed == self._options.rehearse else None
 
     def _run(self, part: Part, seconds: float, before: float) -> Result:
-        """Run a part to its end, its limit or a signal, and keep its result."""
+        """Run a part until its end, its limit or a signal; write and return the result."""
         setting = Setting(self._output / part.name, self._options.rehearse)
         if not before:
             shutil.rmtree(setting.folder, ignore_errors=True)
@@ -209,7 +208,7 @@ class Queue:
         return result
 
     def _run_commands(self, part: Part, setting: Setting, deadline: float) -> str:
-        """Run commands one after the other, up to the first that fails, or all at once; return the status."""
+        """Run a part's commands, and return the status. Tests run side by side, others in turn until one fails."""
         waiting, running = part.made(setting), dict[str, subprocess.Popen[bytes]]()
         environment, most = self._environment(part), usable_cores() if part.tests else 1
         failures: list[str] = []
@@ -223,7 +222,7 @@ class Queue:
                 running[command.name] = _start(command, part.output, setting.folder, environment)
             for name, process in list(running.items()):
                 if (code := process.poll()) is not None:
-                    _signal(process, signal.SIGKILL)  # what it has left behind
+                    _signal(process, signal.SIGKILL)  # ends processes that the command left behind
                     del running[name]
                     failures += [f"{name} ended with exit code {code}"] if code else []
             if failures and not part.tests:
@@ -232,7 +231,7 @@ class Queue:
         return f"FAILED: {'; '.join(failures)}" if failures else DONE
 
     def _environment(self, part: Part) -> dict[str, str]:
-        """Return the commands' environment: this checkout first, then the unpacked packages, then what there was."""
+        """Return the environment for commands, with this checkout and the unpacked packages first on PYTHONPATH."""
         over_engine = not self._options.rehearse or part.on_stand_in
         sites = (self._options.site or (STAND_IN if self._options.rehearse else ())) if over_engine else ()
         variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
@@ -275,7 +274,7 @@ def _start(
 
 
 def _end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
-    """Ask processes and all that they started to end, and kill what is left."""
+    """Send SIGTERM to the sessions of processes, and SIGKILL to those that have not ended after GRACE_SECONDS."""
     for process in processes:
         _signal(process, signal.SIGTERM)
     until = time.monotonic() + GRACE_SECONDS
@@ -287,7 +286,7 @@ def _end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
 
 
 def _signal(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):  # none of its session is left
+    with contextlib.suppress(ProcessLookupError):  # no process of the session is left
         os.killpg(process.pid, number)
 
 

@@ -1,17 +1,17 @@
-"""Make text to train on of the source and documentation of installed packages under free licenses.
+"""Make a training text of the sources and documentation of installed packages under free licenses.
 
     python tools/installed_text.py runs/claim/text --vocab-size 8192 [--most-bytes 600M]
 
-It reads the standard library and the packages of this interpreter (`PYTHONPATH` too) where they lie, and writes
+It reads the standard library and the packages of this interpreter and of `PYTHONPATH`, and writes
 
-    FOLDER/train-00000.jsonl.gz …   documents for `megatron-fanformer prepare`, a file of a package each
-    FOLDER/held-out.jsonl.gz        those of other packages, which a fixed hash of a package's name chooses
-    FOLDER/tokenizer.model          with --vocab-size: the demo's kind of tokenizer, trained on train
-    FOLDER/manifest.json            packages with version, license and bytes; what was left out, and why
+    FOLDER/train-00000.jsonl.gz …   documents for `megatron-fanformer prepare`; each is a file of a package
+    FOLDER/held-out.jsonl.gz        documents of held-out packages, which a fixed hash of the packages' names chooses
+    FOLDER/tokenizer.model          with --vocab-size: a tokenizer like the demo's, trained on the training documents
+    FOLDER/manifest.json            packages with version, license and bytes; packages left out, with the reason
 
-What two files both hold is taken once; copies of other packages that one brings along are left out, since they would
-put a held-out package's text into train. The order is that of the texts' hashes: as good as shuffled, and whatever
-`--most-bytes` leaves out is left out of all packages alike.
+Equal files are taken once. Copies of other packages within a package are left out: they might put the text of a
+held-out package into the training documents. Documents are sorted by hash, which shuffles them; so `--most-bytes` leaves
+out the same share of every package.
 """
 
 import argparse
@@ -38,15 +38,14 @@ ENDINGS = re.compile(r"\.(py[ix]?|pxd|md|rst|txt|c|cc|cpp|cuh?|h|hpp|js|ts|css|h
 COPIES = frozenset(
     {"_vendor", "_vendored", "vendor", "vendored", "_distutils", "third_party", "thirdparty", "extern", "external"}
 )
-"""Folders in which packages keep copies of others."""
-LEAST_FILE_BYTES, MOST_FILE_BYTES = 64, 1 << 20  # larger ones are tables
-LONGEST_LINE = 2000  # characters: what has longer ones is data, or packed
+"""Folders in which packages keep copies of other packages."""
+LEAST_FILE_BYTES, MOST_FILE_BYTES = 64, 1 << 20  # larger files are tables
+LONGEST_LINE = 2000  # characters: files with longer lines are data, or minified
 STANDARD_LIBRARY = "python-standard-library"
 OTHERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
-"""Folders of the standard library's that are not its own."""
+"""Folders within the standard library's folder that do not belong to the library."""
 FREE = re.compile(r"\b(apache|bsd|mit|isc|mozilla|mpl|psf|python software foundation|unlicense|zlib|cc0)\b", re.I)
-"""Licenses that let anybody use and pass on the text with no more than a notice, and the MPL, whose terms stay with the
-file."""
+"""Licenses that allow anybody to use and distribute the text with a notice; the MPL's terms cover the file alone."""
 NOT_FREE = re.compile(r"gpl|general public|proprietary|licenseref", re.I)
 HELD_OUT_PERCENT = 8
 SHARDS = 16
@@ -54,7 +53,7 @@ TOKENIZER_BYTES = 20_000_000
 
 
 class Package(NamedTuple):
-    """Whose files are read."""
+    """A package whose files are read."""
 
     name: str
     version: str
@@ -63,7 +62,7 @@ class Package(NamedTuple):
 
 
 class File(NamedTuple):
-    """A file whose text is taken."""
+    """A file that becomes a document."""
 
     digest: str
     path: Path
@@ -72,7 +71,7 @@ class File(NamedTuple):
 
 
 def main() -> int:
-    """Write the folder, and print how much it is."""
+    """Write the folder, and print its sizes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--site", type=Path, action="append", metavar="FOLDER", help="of packages (the interpreter's)")
@@ -109,18 +108,18 @@ def write_text(
     held_out_bytes: int = 8_000_000,
     vocab_size: int | None = None,
 ) -> dict[str, Any]:
-    """Write the folder; returns its manifest.
+    """Write the folder, and return the manifest.
 
     Args:
-        sites: folders of packages that are read in place of the interpreter's and the standard library.
+        sites: folders of packages to read; by default the standard library and the interpreter's packages.
 
     Raises:
-        InputError: the folder exists, or there are too few packages for a held-out part.
+        InputError: the folder exists, or there are too few packages to hold some out.
     """
     left_out: dict[str, str] = {}
     packages = sorted(_packages(sites, left_out))
     held_out_names = held_out([package.name for package in packages])
-    files = sorted(_taken_once(packages))
+    files = sorted(_distinct_files(packages))
     parts = {
         "train": _up_to(most_bytes, (file for file in files if file.package.name not in held_out_names)),
         "held_out": _up_to(held_out_bytes, (file for file in files if file.package.name in held_out_names)),
@@ -143,7 +142,7 @@ def write_text(
 
 
 def license_of(metadata: importlib.metadata.PackageMetadata) -> tuple[str | None, str]:
-    """Return the free license of a package, or None, and its metadata's statement; of several each must be free."""
+    """Return a package's license if every part of it is free, else None; and the license that the metadata states."""
     last = [text.split(" :: ")[-1] for text in metadata.get_all("Classifier") or [] if text.startswith("License ::")]
     classified = " AND ".join(text for text in last if text != "OSI Approved")
     text = metadata["License-Expression"] or classified or (metadata["License"] or "states no license")[:80]
@@ -152,7 +151,7 @@ def license_of(metadata: importlib.metadata.PackageMetadata) -> tuple[str | None
 
 
 def held_out(names: Iterable[str]) -> set[str]:
-    """Return the packages to hold out: about one of twelve by a hash of its name, at least one, never the library."""
+    """Return the packages to hold out, by a hash of the name: about one in twelve, never the standard library."""
     shares = {name: int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) % 100 for name in names}
     shares.pop(STANDARD_LIBRARY, None)
     chosen = {name for name, share in shares.items() if share < HELD_OUT_PERCENT}
@@ -192,7 +191,7 @@ def _is_text(parts: tuple[str, ...]) -> bool:
     return is_own and ENDINGS.fullmatch(Path(parts[-1]).suffix) is not None
 
 
-def _taken_once(packages: list[Package]) -> Iterator[File]:
+def _distinct_files(packages: list[Package]) -> Iterator[File]:
     seen = set()
     for package in packages:
         for path in sorted(package.files):
@@ -206,7 +205,7 @@ def _taken_once(packages: list[Package]) -> Iterator[File]:
 
 
 def _text(path: Path) -> str:
-    """Return a file's text; none where it is in another encoding, too large, or gone."""
+    """Return a file's text; an empty one if the file is not UTF-8, too large, or gone."""
     try:
         return path.read_bytes().decode() if path.stat().st_size <= MOST_FILE_BYTES else ""
     except (OSError, UnicodeDecodeError):

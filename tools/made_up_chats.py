@@ -1,7 +1,7 @@
 """Writes made-up conversations about countries that do not exist, for examples/sft-tiny-cpu.yaml and its test.
 
-What a country's flag and largest town are is drawn by chance, so that a model can only know it from these very
-conversations: whether it has learned them shows in its answers.
+The colors of a country's flag and its largest town are random. A model can know them from these conversations alone, so
+its answers show whether it has learned them.
 
     python tools/made_up_chats.py --output runs/chats/made-up.jsonl
 """
@@ -20,7 +20,7 @@ SYLLABLES = 3
 
 
 def conversations(count: int, *, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Conversations of one or two questions about a country each: `id` and `messages`."""
+    """Yield conversations of one or two questions about a country, with `id` and `messages`."""
     draw = random.Random(seed)
     names = _names(draw, 2 * count)
     for number, (country, town) in enumerate(zip(names[::2], names[1::2], strict=True)):
@@ -42,7 +42,7 @@ def _message(role: str, content: str) -> dict[str, str]:
 
 
 def _names(draw: random.Random, count: int) -> list[str]:
-    """Different names of three syllables each."""
+    """Return different names of three syllables."""
     names: dict[str, None] = {}
     while len(names) < count:
         name = "".join(draw.choice(ONSETS) + draw.choice(VOWELS) for _ in range(SYLLABLES)).capitalize()
@@ -51,7 +51,7 @@ def _names(draw: random.Random, count: int) -> list[str]:
 
 
 def main() -> None:
-    """Write them as JSON lines."""
+    """Write conversations as JSON lines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="the file of JSON lines")
     parser.add_argument("--conversations", type=int, default=200, help="how many (200)")

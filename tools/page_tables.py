@@ -1,8 +1,8 @@
-"""Render the tables of the documentation that follow from the program: commands, fields, metrics, names.
+"""Render the documentation's tables from the program: commands, fields, metrics, names.
 
     python tools/page_tables.py build/page_tables.json    # `make docs` does, before it builds the site
 
-A page holds `<!-- table: NAME -->` where the site shows the table NAME; tools/site_files.py puts it there.
+A page marks the place of a table by `<!-- table: NAME -->`; tools/site_files.py replaces the mark.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def tables() -> dict[str, str]:
 
 
 def _commands() -> str:
-    """Return each verb as its --help has it: description, options by group, examples."""
+    """Return a section for each verb, as --help shows it: description, options by group, notes, examples."""
     (verbs,) = (action.choices for action in cli._parser()._actions if isinstance(action, argparse._SubParsersAction))
     parts = []
     for name, parser in verbs.items():
@@ -47,7 +47,7 @@ def _commands() -> str:
 
 
 def _options(parser: argparse.ArgumentParser) -> list[str]:
-    """Return a table for each group of options, and which options exclude one another."""
+    """Return a table for each group of options, and a sentence for each group of options that exclude one another."""
     positionals, options, *titled = parser._action_groups
     groups = [("", positionals._group_actions + options._group_actions)]
     groups += [(f"**{group.title}**", group._group_actions) for group in titled]
@@ -81,7 +81,7 @@ def _fields() -> dict[str, str]:
 
 
 def _default(field: FieldDescription) -> str:
-    """Return a field's default and, in parentheses where it does not show them, its type or other choices."""
+    """Return a field's default, with the type in parentheses if the default does not show it."""
     if field.default is None:
         return f"required ({field.type})"
     if field.type in ("an integer", "a finite number", "text", "true or false"):
@@ -96,13 +96,13 @@ def _metrics(*, is_health: bool) -> str:
 
 
 def _arguments() -> str:
-    """Return Megatron-LM's arguments whose field has another name, and how it differs."""
+    """Return the table of Megatron-LM's arguments whose field has another name here."""
     rows = [[f"`--{name.replace('_', '-')}`", f"`{row.field}`", _cell(row.note)] for name, row in COUNTERPARTS.items()]
     return markdown.table(["Megatron-LM", "here", "difference"], rows)
 
 
 def _tensors() -> str:
-    """Return the names of each tensor in the three formats, and the transform where it moves rows."""
+    """Return the table of tensors: names in the three formats, shapes, and the transforms that move rows."""
     rows = [(EMBEDDING, "all")]
     for tensor, placements in all_tensors().items():
         absent = [name for name in PLACEMENTS if name not in placements]
@@ -132,7 +132,7 @@ def _form(form: Naming) -> str:
 
 
 def _cell(text: str) -> str:
-    """Return a docstring as a cell: its mentions of pages become links from within docs/."""
+    """Return a docstring as a cell of a table; mentions of pages become links that work within docs/."""
     return LINK.sub(lambda match: f"[{match[1]}]({match[1]}{match[2] or ''})", text).replace("|", "\\|")
 
 

@@ -1,14 +1,14 @@
-"""Score the step time by formula against published runs.
+"""Compare step times by formula with published runs.
 
     python tools/score_published.py tests/plan/published_runs.csv                    # the committed constants
     python tools/score_published.py ROWS.csv --json scores.json                          # and write them
     python tools/score_published.py ROWS.csv --fit-on tests/plan/published_runs.csv  # constants fitted to others
     python tools/score_published.py tests/plan/published_runs.csv --leave-one-out    # each source without its own
 
-The columns of a file are those of tests/plan/published_runs.csv (tools/published/rows.py describes them, and
-tools/published/software.py the defaults of a missing or empty one). Times are compared, never FLOP/s, which are counted
-by several conventions. Runs of one trainer, in whichever release, are no witnesses of each other: they are left out
-together. The interval of a chip and format holds nine of ten runs of each source.
+The columns of a file are those of tests/plan/published_runs.csv; tools/published/rows.py describes them, and
+tools/published/software.py has the defaults. Times are compared, not FLOP/s, which sources count in different ways.
+Runs of one trainer, whatever its release, are not independent, and are left out together. The interval of a chip and
+format holds nine of ten runs of each source.
 """
 
 import argparse
@@ -33,7 +33,7 @@ Run = dict[str, Any]
 
 
 def main() -> int:
-    """Print a line a run, mean and worst error of each source, and the share of runs that each interval holds."""
+    """Print the error of each run, mean and worst error of each source, and the share of runs in each interval."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", type=Path, metavar="ROWS.csv", help="published runs")
     how = parser.add_mutually_exclusive_group()
@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def _scored(row: Row, predicted: float, at_constant_utilization: float) -> Run:
-    """Return a run with its errors: relative, and that of the same share of the peak for all runs of its kind."""
+    """Return a run with its relative error, and the error if all runs of its kind reached one share of the peak."""
     return {
         "src": row.source,
         "family": row.family,
@@ -104,7 +104,7 @@ def _summary(runs: Sequence[Run]) -> dict[str, float]:
 
 
 def _interval(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the interval of some runs, and the shares within the stated one and within that of the other sources."""
+    """Return the interval of some runs, and the shares of runs within the stated interval and within other sources'."""
     families = _grouped(runs, "family")
     widths = {
         family: sorted(abs(run["error"]) for run in members)[math.ceil(STATED * len(members)) - 1]
@@ -127,7 +127,7 @@ def _interval(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _print(heading: str, lines: Mapping[str, dict[str, Any]]) -> None:
-    """Print the numbers of some lines under their names."""
+    """Print a heading, and the numbers of each line after its name."""
     show: Callable[[str, float], str] = lambda name, value: (  # noqa: E731
         f"{value:.3f}" if name.endswith("seconds") else f"{value:+.1%}" if isinstance(value, float) else str(value)
     )

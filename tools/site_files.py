@@ -1,7 +1,7 @@
-"""The hooks of mkdocs.yml: the site has the repository's pages at their own paths, so that every link holds.
+"""The hooks of mkdocs.yml: pages keep their paths in the repository, so that every link works on the site.
 
-mkdocs takes its pages from one folder, docs/. Ours lead to files beside it too, which here become pages and files of
-the site; README.md is its front page. The tables that tools/page_tables.py has rendered replace their marks.
+mkdocs takes pages from one folder, docs/. Our pages link to files outside docs/, too; these hooks add them to the site.
+README.md is the front page. The tables that tools/page_tables.py rendered replace their marks.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ MARK = re.compile(r"<!-- table: (.+?) -->")
 
 
 def site_files() -> list[str]:
-    """README.md, docs/, and the files of the repository that their pages lead to: paths from its root."""
+    """Return the paths, from the root, of README.md, of docs/, and of all files that their pages link to."""
     paths = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").rglob("*") if path.is_file())]
-    for page in paths:  # which grows meanwhile
+    for page in paths:  # the loop visits the files that it appends, too
         targets = TARGET.findall(page.read_text(encoding="utf-8")) if page.suffix == ".md" else []
         for path in ((page.parent / target).resolve() for target in targets):
             if path.is_file() and path not in paths:
@@ -33,7 +33,7 @@ def site_files() -> list[str]:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Return the files of the site, of those of docs/ and of the theme."""
+    """Return the site's files: those of the theme, and `site_files` in place of those in docs/."""
     from mkdocs.structure.files import File
 
     for file in [file for file in files if file.src_dir == config.docs_dir]:
@@ -44,6 +44,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Return a page with its tables."""
+    """Return a page's text with the tables in place of their marks."""
     tables = json.loads(TABLES.read_text(encoding="utf-8"))
     return MARK.sub(lambda mark: f"\n{tables[mark[1]]}\n", markdown)

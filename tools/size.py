@@ -62,9 +62,9 @@ def count(root: Path) -> dict[str, int]:
 
 
 def problems(sizes: dict[str, int], ceilings: dict[str, int], *earlier: dict[str, int]) -> list[str]:
-    """Return one line for each size above its ceiling, and each ceiling that is above an earlier commit's."""
+    """Return one line for each size above its ceiling, and for each ceiling above that of an earlier commit."""
     lines = [
-        f"{name} has {size:,}, and its ceiling is {ceilings.get(name, 0):,}; make it smaller, or something else"
+        f"{name} has {size:,}, and its ceiling is {ceilings.get(name, 0):,}; make it smaller"
         for name, size in sizes.items()
         if size > ceilings.get(name, 0)
     ]
@@ -77,7 +77,7 @@ def problems(sizes: dict[str, int], ceilings: dict[str, int], *earlier: dict[str
 
 
 def _committed(commit: str) -> dict[str, int] | None:
-    """Return a commit's ceilings; None where git knows none."""
+    """Return the ceilings in a commit, or None if the commit has none."""
     shown = subprocess.run(
         ["git", "show", f"{commit}:{CEILINGS}"], cwd=ROOT, capture_output=True, text=True, check=False
     )

@@ -1,6 +1,6 @@
-"""Record the golden losses again for this kind of machine, and print what changed: `python tools/update_golden.py`.
+"""Record the golden losses anew for this kind of machine, and print the differences: `python tools/update_golden.py`.
 
-For a change that is meant to move them; say in its message why it does. `--check` only prints the differences.
+For a change that is meant to move the losses; its commit message says why. `--check` only prints the differences.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from tests.golden.measuring import CASES, Losses, machine_kind, measure, record,
 
 
 def main() -> int:
-    """Measure every case, print the differences, and record; returns 1 if --check found some."""
+    """Measure every case, print the differences and record the losses; return 1 if --check finds a difference."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="record nothing; exit 1 if a loss differs")
     options = parser.parse_args()
@@ -29,14 +29,15 @@ def main() -> int:
         measured = {case: measure(pool, Path(folder) / str(number), case) for number, case in enumerate(CASES)}
     print(machine_kind())
     before = recorded().get(machine_kind(), {})
-    differs = [case for case in measured if _tell(case, before, measured)]
+    differs = [case for case in measured if _print_difference(case, before, measured)]
     if options.check:
         return int(bool(differs))
     record(measured)
     return 0
 
 
-def _tell(case: str, before: Losses, measured: Losses) -> bool:
+def _print_difference(case: str, before: Losses, measured: Losses) -> bool:
+    """Print how a case's losses differ from the recorded ones, and return whether they do."""
     if case not in before:
         print(f"{case}: new; ends at {measured[case][-1]:.6f}")
         return True

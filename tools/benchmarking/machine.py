@@ -1,4 +1,4 @@
-"""The machine as the formula of the step time knows it (`plan.machines`), measured with a model's own shapes."""
+"""Measures this machine as `plan.machines` describes machines, with the shapes of a model."""
 
 import contextlib
 import dataclasses
@@ -37,10 +37,10 @@ NARROW_STEPS = 20
 def measured_machine(
     model: FANformerConfig, micro_batch_size: int, dtype: torch.dtype, product_rate: float, device: torch.device
 ) -> dict[str, Any]:
-    """The values of a machine file: rates measured here; what one process cannot measure is of the machine it is like.
+    """Return the values of a machine file: rates measured here; the others are those of the most similar known machine.
 
     Args:
-        product_rate: FLOP/s of the model's products, of which the caller knows the mean.
+        product_rate: the mean FLOP/s of the model's products.
     """
     short = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
     measured = {
@@ -49,7 +49,7 @@ def measured_machine(
         "attention_efficiency": min(1.0, _attention_rate(model, micro_batch_size, dtype, device) / product_rate),
         "memory_bytes_per_second": _memory_rate(model, micro_batch_size, dtype, device),
         "memory_efficiency": 1.0,
-        "relative_error": 0.0,  # not known: the report has what each case was off by
+        "relative_error": 0.0,  # unknown: the report has the error of each case
     }
     if device.type == "cpu":
         return {**_cpu(), **_host(short), **measured, "sources": [f"measured by tools/bench_train.py, in {short}"]}
@@ -64,7 +64,7 @@ def measured_machine(
 
 @functools.cache
 def _cpu() -> dict[str, Any]:
-    """What does not change from round to round, of a CPU whose ranks are this machine's."""
+    """Return the values that are constant over rounds, for a CPU: memory, collectives of two ranks, links."""
     with tempfile.TemporaryDirectory(prefix="sums-") as folder:
         multiprocessing.spawn(_time_sums, args=(folder,), nprocs=2)
         least, most = json.loads(Path(folder, "seconds").read_text())
@@ -77,13 +77,13 @@ def _cpu() -> dict[str, Any]:
         "domain_size": os.cpu_count(),
         "domain": link,
         "network": link,
-        "overlap": 0.0,  # what moves bytes is the cores
+        "overlap": 0.0,  # the cores move the bytes themselves
     }
 
 
 @functools.cache
 def _host(dtype: str) -> dict[str, float]:
-    """What operations and a step take besides their computing: steps of two models that have next to none."""
+    """Return the host's time for a layer and for a step, from steps of two models with next to no computation."""
     with tempfile.TemporaryDirectory(prefix="host-") as folder, contextlib.ExitStack() as stack:
         tokens = write_tokens(Path(folder, "tokens"), NARROW.vocab_size, 100 * NARROW.seq_length)
         ranks = []
@@ -101,7 +101,7 @@ def _host(dtype: str) -> dict[str, float]:
 
 
 def _time_sums(rank: int, folder: str) -> None:
-    """Write the seconds of an all-reduce over two ranks, of one number and of many bytes."""
+    """Write the seconds of an all-reduce over two ranks, for one number and for many bytes."""
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
     seconds = []
     for elements in (1, LARGEST_SUM // 4):
@@ -117,7 +117,7 @@ def _time_sums(rank: int, folder: str) -> None:
 
 
 def predicted_seconds(run: dict[str, Any], machine: dict[str, Any]) -> float:
-    """A step of a run of one rank by formula, on a machine, both as plain values."""
+    """Return the seconds of a step by formula; run (of one rank) and machine are plain values."""
     config = config_from_dict(run)
     on_cpu = config.runtime.device == "cpu"
     job = config.job(1, layers="local" if on_cpu else "transformer_engine", on_cpu=on_cpu)
@@ -125,7 +125,7 @@ def predicted_seconds(run: dict[str, Any], machine: dict[str, Any]) -> float:
 
 
 def _attention_rate(model: FANformerConfig, micro_batch_size: int, dtype: torch.dtype, device: torch.device) -> float:
-    """FLOP/s of causal attention, forward and backward, counted as the formula counts them."""
+    """Return the FLOP/s of causal attention, forward and backward, with FLOPs counted as in the formula."""
     shape = (micro_batch_size, model.num_attention_heads, model.seq_length, model.kv_channels)
     query, key, value = (torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
     gradient = torch.randn(shape, dtype=dtype, device=device)
@@ -140,10 +140,10 @@ def _attention_rate(model: FANformerConfig, micro_batch_size: int, dtype: torch.
 
 
 def _memory_rate(model: FANformerConfig, micro_batch_size: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Bytes per second of an element-wise function of the MLP's width.
+    """Return the bytes per second of an element-wise function of the MLP's width.
 
-    On a GPU of a sum of two tensors; on a CPU, which computes for longer than it moves, of SwiGLU, forward and
-    backward, and of the bytes that the formula counts for it.
+    On a GPU the function is a sum of two tensors. On a CPU, where computing takes longer than moving, it is SwiGLU,
+    forward and backward, with the bytes that the formula counts for it.
     """
     tokens, width = micro_batch_size * model.seq_length, model.ffn_hidden_size
     first, second = (torch.randn(tokens, width, dtype=dtype, device=device) for _ in range(2))
@@ -151,8 +151,8 @@ def _memory_rate(model: FANformerConfig, micro_batch_size: int, dtype: torch.dty
         return 3 * first.nbytes / min(timed(lambda: torch.add(first, second), device) for _ in range(REPEATS))
     both = torch.cat([first, second], dim=1).requires_grad_()
 
-    def there_and_back() -> None:
+    def forward_and_backward() -> None:
         torch.autograd.grad(swiglu(both), both, first)
 
     moved = 8 * first.nbytes
-    return moved / min(timed(there_and_back, device) for _ in range(REPEATS))
+    return moved / min(timed(forward_and_backward, device) for _ in range(REPEATS))

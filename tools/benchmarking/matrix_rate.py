@@ -1,7 +1,7 @@
-"""The machine's own rate in the matrix products of a model: what a training step is compared with.
+"""The machine's rate in the matrix products of a model, with which a training step is compared.
 
-Each weight [n, k] makes three products a micro batch of m tokens: [m, k] x [k, n] forward, [m, n] x [n, k] for the
-input's gradient and [n, m] x [m, k] for its own, which is added to a float32 one.
+Each weight [n, k] takes part in three products for a micro batch of m tokens: [m, k] x [k, n] forward, [m, n] x [n, k]
+for the input's gradient, and [n, m] x [m, k] for the weight's gradient, which is added to a float32 sum.
 """
 
 import itertools
@@ -30,7 +30,7 @@ class Weight(NamedTuple):
 
 
 def weights_of(model: FANformerConfig) -> list[Weight]:
-    """Every matrix of a model; those of a layer once."""
+    """Return the matrices of one layer and of the head."""
     h = model.hidden_size
     heads = model.num_attention_heads * model.kv_channels
     fan = [Weight(model.fan_rows, h)] if model.has_fan else []
@@ -47,16 +47,16 @@ class Rates(NamedTuple):
     """FLOP/s of a model's products."""
 
     fastest: float
-    """Of the fastest product, again and again with the same operands."""
+    """The fastest product's, repeated with the same operands."""
     mean: float
-    """Of all products of a step together, with operands that no cache has, as most of a step's."""
+    """The mean over all products of a step, with operands that are in no cache, as most operands of a step."""
 
 
 class MatrixClock:
-    """Times a model's products, again and again.
+    """Times a model's products.
 
     Args:
-        tokens: of a micro batch.
+        tokens: number of tokens of a micro batch.
     """
 
     def __init__(self, model: FANformerConfig, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -65,7 +65,7 @@ class MatrixClock:
         self._times = [model.num_layers] * len(layer) + [1]  # the last is the head's
 
     def rates(self) -> "Rates":
-        """The rates at present, each product's by the best of a few timings."""
+        """Return the current rates; each product counts with the best of a few timings."""
         fastest = flops = seconds = 0.0
         for weight, times in zip(self._weights, self._times, strict=True):
             product_flops = 2 * self._tokens * weight.rows * weight.columns
@@ -80,7 +80,7 @@ class MatrixClock:
         return Rates(fastest, flops / seconds)
 
     def _copies(self, weight: Weight) -> int:
-        """As many sets of operands as no cache has."""
+        """Return how many sets of operands together exceed all caches."""
         elements = self._tokens * (weight.rows + weight.columns) + weight.rows * weight.columns
         return max(1, MORE_THAN_CACHED // (elements * self._dtype.itemsize))
 
@@ -95,7 +95,7 @@ class MatrixClock:
 
 
 def timed(function: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call, as a mean over enough that the clock can resolve them; the first is excluded."""
+    """Return the mean seconds of a call, over as many calls as the clock can resolve; a first call is not counted."""
     once = _seconds(function, 1, device)
     calls = max(1, round(LEAST_SECONDS / max(once, 1e-9)))
     return _seconds(function, calls, device)

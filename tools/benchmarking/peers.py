@@ -1,6 +1,6 @@
 """Train the model for transformers by plain PyTorch on a CPU, as a user would without this package.
 
-Master weights in float32, forward and backward under autocast in bf16 runs, a fused AdamW, the gradient clipped.
+Weights are float32; forward and backward run under autocast in bf16 runs; AdamW is fused, and the gradient is clipped.
 """
 
 import os
@@ -23,7 +23,7 @@ class Peer:
 
     name: str
     keeps_memory: bool = False
-    """Whether large tensors come from huge pages, and freed memory is kept (`runtime.device`)."""
+    """Whether large tensors use huge pages, and freed memory is kept (`runtime.device`)."""
     compiles: bool = False
 
 
@@ -36,7 +36,7 @@ HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # what `environment.prepare` sets
 
 
 def start_peer(peer: Peer, model: FANformerConfig, is_bf16: bool, samples: int) -> CaseProcesses:
-    """Start a peer in an environment as a user has it."""
+    """Start a peer in a user's environment, without the variables that this package sets."""
     with patch.dict(os.environ):
         os.environ.pop(HUGE_PAGES, None)
         if peer.keeps_memory:
@@ -86,5 +86,5 @@ class _PlainTraining:
         return (time.perf_counter() - started) / number
 
     def peak_memory(self) -> int:
-        """Bytes that were resident at most."""
+        """Return the peak of resident memory in bytes."""
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

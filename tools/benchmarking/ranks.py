@@ -1,4 +1,4 @@
-"""The processes of one case: ranks with a whole Trainer each, or another program, which take steps on request."""
+"""The processes of a case, which take steps on request: ranks with a Trainer, or another program."""
 
 import dataclasses
 import multiprocessing
@@ -22,39 +22,39 @@ MANY_STEPS = 100_000  # more than any benchmark takes
 
 
 class Ended(SystemExit):
-    """A process has ended by itself; its message is on standard error."""
+    """A process ended unexpectedly; its message is on standard error."""
 
 
 class CaseProcesses:
-    """A case's processes: they import, `begin` makes what takes steps, and then they take them.
+    """The processes of a case. They start by importing; `begin` makes their trainers, and `steps` takes steps.
 
     Args:
-        program: of each process, called with its connection and its own of the arguments.
-        arguments: of each process.
+        program: the function that each process calls, with a connection and the process's arguments.
+        arguments: the arguments for each process.
     """
 
     def __init__(self, program: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> None:
         context = multiprocessing.get_context("spawn")
         self._connections, self._processes = [], []
-        for of_one in arguments:
+        for process_arguments in arguments:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_quietly, args=(program, theirs, *of_one))
+            process = context.Process(target=_quietly, args=(program, theirs, *process_arguments))
             process.start()
             theirs.close()
             self._connections.append(ours)
             self._processes.append(process)
 
     def begin(self) -> None:
-        """Wait until all have imported everything, and let them go; before, nothing is on a GPU."""
+        """Wait until all processes have imported, and let them make their trainers; until then no GPU is used."""
         self._answers()
         self._ask("begin")
 
     def steps(self, number: int) -> float:
-        """Take some steps in a row; return the mean seconds, as rank 0 measures them."""
+        """Take some steps in a row; return the mean seconds of a step on rank 0."""
         return self._ask("steps", number)[0]
 
     def peak_memory(self) -> int:
-        """Bytes, of all ranks together: resident on a CPU, allocated on a GPU."""
+        """Return the sum over ranks of the peak memory in bytes: resident on a CPU, allocated on a GPU."""
         return sum(self._ask("peak_memory"))
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ def _quietly(program: Callable[..., None], *arguments: Any) -> None:
 
 
 def serve(connection: Any, make: Callable[[], Any]) -> Any:
-    """Answer requests by the methods of an object, which the first one makes, until the connection is closed."""
+    """Make an object on the request `begin`, answer others by its methods, and return it when the connection closes."""
     target = None
     while True:
         try:
@@ -102,7 +102,7 @@ def serve(connection: Any, make: Callable[[], Any]) -> Any:
 
 
 def ranks_of(values: dict[str, Any], world_size: int) -> CaseProcesses:
-    """Start the ranks of a run, by its configuration as plain values."""
+    """Start the ranks of a run; `values` is the configuration as plain values."""
     port = _free_port()
     return CaseProcesses(_serve_rank, [(values, rank, world_size, port) for rank in range(world_size)])
 
@@ -148,7 +148,7 @@ class Rank:
         self._is_cuda = grid.device == "cuda"
 
     def steps(self, number: int) -> float:
-        """Take some steps in a row; return the mean seconds, with all that a run does between steps."""
+        """Take some steps in a row; return the mean seconds of a step, including the run's work between steps."""
         self._wait()
         started = time.perf_counter()
         for _ in range(number):
@@ -157,7 +157,7 @@ class Rank:
         return (time.perf_counter() - started) / number
 
     def peak_memory(self) -> int:
-        """Bytes at the most so far: resident on a CPU, allocated on a GPU."""
+        """Return the peak memory so far in bytes: resident on a CPU, allocated on a GPU."""
         if self._is_cuda:
             return torch.cuda.max_memory_allocated()
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -177,7 +177,7 @@ def run_values(model: FANformerConfig, dtype: str, tokens: str, run: Path, *, de
     """Return the configuration of a run as plain values; the batch sizes are the caller's."""
     return {
         "model": dataclasses.asdict(model),
-        # Cases take turns: ranks that wait for theirs are not stuck.
+        # Ranks wait for their turn: that must not count as a hang.
         "runtime": {"device": device, "distributed_timeout_minutes": 60.0},
         "precision": {"dtype": dtype},
         "data": {"train_data": [tokens]},

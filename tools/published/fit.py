@@ -1,9 +1,8 @@
-"""The constants of the step time, fitted to published runs: few, each held near what is known of it otherwise.
+"""Fits the constants of the step time to published runs; each constant stays near its prior.
 
-Least squares of log(predicted / measured) by Gauss-Newton with a numerical Jacobian. A constant is a prior times a
-factor, whose logarithm is pulled towards 0: one factor for all chips where they have no reason to differ, and one more
-an architecture for the rates of its products and attention. All runs of a source together weigh as much as those of any
-other.
+Least squares of log(predicted / measured) by Gauss-Newton with a numerical Jacobian. A constant is its prior times
+factors, whose logarithms are pulled towards 0: one factor for all chips, and one more for each architecture for the
+rates of products and attention. Every source has the same total weight, however many runs it has.
 """
 
 import dataclasses
@@ -19,8 +18,8 @@ from published.rows import Row
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.plan.machines import Machine, known_machines
 
-ROW_DEVIATION = 0.05  # what log(predicted / measured) of a run is off by anyhow
-RUNS_A_SOURCE = 4  # what the runs of a source count as together, since they share software and assumptions
+ROW_DEVIATION = 0.05  # standard deviation of log(predicted / measured) of a run
+RUNS_A_SOURCE = 4  # a source weighs as so many independent runs, since its runs share software and assumptions
 STEP, LARGEST_STEP, CONVERGED = 1e-3, 0.3, 1e-3  # in the logarithms
 ITERATIONS = 20
 
@@ -29,11 +28,11 @@ class Factor(NamedTuple):
     """A constant to be fitted."""
 
     field: str
-    """Of `Machine`; or of a link, as in `domain.efficiency`."""
+    """The field of `Machine`, or of one of its links, such as `domain.efficiency`."""
     deviation: float
     """Standard deviation of the factor's logarithm, before any run is seen."""
     machines: tuple[str, ...] = ()
-    """Those that it applies to; none: all alike."""
+    """The machines to which the factor applies; by default all."""
 
 
 AMPERE, HOPPER, BLACKWELL, ULTRA = ("a100",), ("h100", "h200"), ("b200", "gb200", "gb300"), ("gb300",)
@@ -96,7 +95,7 @@ def fit(rows: Sequence[Row]) -> dict[str, Machine]:
 
 
 def leave_one_out(rows: Sequence[Row]) -> dict[str, dict[str, Machine]]:
-    """Return the machines fitted to the runs of all but one family, by that family."""
+    """Return, for each family, the machines fitted to the runs of all other families."""
     families = dict.fromkeys(row.family for row in rows)
     if len(families) == 1:
         raise InputError(f"all runs are of {rows[0].family}; to leave it out, another source is needed")
@@ -111,7 +110,7 @@ def fitted_logs(rows: Sequence[Row], start: np.ndarray) -> np.ndarray:
     """Return the logarithms of the fitted factors.
 
     Args:
-        start: where to begin, such as with the solution for nearly the same runs.
+        start: the logarithms from which to iterate, such as the solution for nearly the same runs.
     """
     priors = prior_machines()
     counts = Counter(row.family for row in rows)
@@ -135,9 +134,9 @@ def fitted_logs(rows: Sequence[Row], start: np.ndarray) -> np.ndarray:
 
 
 def constant_utilization(rows: Sequence[Row], row: Row) -> float:
-    """Return the seconds of a run's step at the mean share of the peak that the other runs reach.
+    """Return the seconds of a run's step at the mean share of the peak that other runs reach.
 
-    Those of its chip and number format; or, if there are none, all.
+    The other runs are those of the same chip and number format, or all if there are none.
     """
     alike = [other for other in rows if other.format == row.format] or rows
     share = statistics.mean(math.log(other.flops_per_gpu / other.step_seconds / _peak(other)) for other in alike)
@@ -149,7 +148,7 @@ def _peak(row: Row) -> float:
 
 
 def _scaled(machines: Mapping[str, Machine], logs: np.ndarray) -> dict[str, Machine]:
-    """Apply each factor."""
+    """Return the machines with each factor applied."""
     scaled = dict(machines)
     for factor, log in zip(FACTORS, logs, strict=True):
         for name in factor.machines or machines:
@@ -160,7 +159,7 @@ def _scaled(machines: Mapping[str, Machine], logs: np.ndarray) -> dict[str, Mach
 
 
 def _with(machine: Machine, field: str, value: float) -> Machine:
-    """Replace a constant; a share stays at most 1."""
+    """Return a machine with a constant replaced; a share is limited to 1."""
     owner, _, name = field.rpartition(".")
     value = value if name.endswith("seconds") else min(1.0, value)
     if not owner:

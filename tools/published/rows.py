@@ -1,4 +1,4 @@
-"""Rows of published runs as jobs: what a source states, and what it does not, which is assumed here by source.
+"""Reads published runs as jobs; values that a source does not state are assumed, by source.
 
 The columns: src, name, gpu, prec (bf16, fp8, mxfp8), gpus, tp, pp, cp, vp (chunks a stage), gbs, mbs (samples of a
 global and of a micro batch), seq, L, h, f, heads, kv (empty: as many as heads), V, glu (True, or empty), rec (full,
@@ -47,21 +47,21 @@ class Row:
     name: str
     gpu: str
     jobs: tuple[tuple[Job, ...], ...]
-    """One; or if the source does not state them, all micro batches that may be meant, each with all interleavings."""
+    """One job; if the source does not state them, one group for each possible micro batch, with all interleavings."""
     precision: str
-    """As the file has it: bf16, fp8 or mxfp8."""
+    """The file's `prec`: bf16, fp8 or mxfp8."""
     practice: Practice
     step_seconds: float
 
     @property
     def family(self) -> str:
-        """Return whose run it is, without the release: those of one trainer are no witnesses of each other."""
+        """Return the source without the release: runs of one trainer are not independent of each other."""
         return re.split(r"[^a-z]", self.source)[0]
 
     def predict(self, machine: Machine) -> float:
-        """Seconds of its step by formula.
+        """Return the seconds of a step by formula.
 
-        Where the source does not say, the micro batch is the fastest, and the interleaving the (geometric) mean of all.
+        If the source does not state them, take the fastest micro batch, and the geometric mean over interleavings.
         """
         return min(
             math.exp(statistics.mean(math.log(self._seconds(job, machine)) for job in jobs)) for jobs in self.jobs
@@ -73,21 +73,21 @@ class Row:
 
     @property
     def format(self) -> tuple[str, str]:
-        """Its chip, and the number format of its products."""
+        """Return the chip, and the number format of matrix products."""
         return self.gpu, "fp8" if self.jobs[0][0].precision.fp8 else "bf16"
 
     @property
     def flops_per_gpu(self) -> float:
-        """Model FLOPs of a step and GPU."""
+        """Return the model FLOPs of a step per GPU."""
         job = self.jobs[0][0]
         return training_flops_per_token(job.model) * job.tokens_per_step / job.world_size
 
 
 def read_rows(file: Path) -> list[Row]:
-    """The runs of a CSV file.
+    """Return the runs of a CSV file.
 
     Raises:
-        InputError: it cannot be read, lacks a column, or a row is no job.
+        InputError: the file cannot be read, lacks a column, or has a row that is no job.
     """
     try:
         with regular_file(file).open(newline="", encoding="utf-8") as stream:
@@ -134,7 +134,7 @@ def _row(values: dict[str, str], where: str) -> Row:
 
 
 def _batches(n: dict[str, int], practice: Practice) -> list[list[dict[str, int]]]:
-    """The row's own micro batch and interleaving; or each micro batch that divides with each interleaving that does."""
+    """Return the sizes of a row for each possible micro batch, in groups of all possible interleavings."""
     if practice.states_batches:
         return [[n]]
     samples, layers = n["gbs"] * n["tp"] * n["pp"] * n["cp"] // n["gpus"], n["L"] // n["pp"]
@@ -145,7 +145,7 @@ def _batches(n: dict[str, int], practice: Practice) -> list[list[dict[str, int]]
 
 
 def _fits(n: dict[str, int], micro_batch: int) -> bool:
-    """Whether so many samples fit into 80 GB, with all micro batches that 1F1B has in flight on the first stage."""
+    """Return whether a micro batch fits into 80 GB, with all micro batches that are in flight on the first stage."""
     ranks = n["tp"] * n["pp"]
     weights = (12 * n["L"] * n["h"] ** 2 + n["V"] * n["h"]) / ranks  # f is 4 h there
     kept = KEPT_BYTES * micro_batch * n["seq"] * n["h"] * n["L"] / n["tp"]
@@ -211,7 +211,7 @@ def _parallel(recompute: str, n: dict[str, int], practice: Practice) -> Parallel
 
 
 def _uneven(layers: int, chunks: int) -> str:
-    """Layers over chunks where they do not divide: the embedding and the head count as one each."""
+    """Return a layout of layers over chunks that do not divide them: embedding and head count as one layer each."""
     least, more = divmod(layers + 2, chunks)
     alike = [least + (place < more) for place in range(chunks)]
     first, *middle, last = alike[0] - 1, *alike[1:-1], alike[-1] - 1

@@ -1,8 +1,7 @@
-"""How the software and the machines of published runs differ from what this project does on GPUs, by source.
+"""How software and machines of published runs differ from this project's on GPUs, by source.
 
-A column of the file states it for a row. Where a file lacks the column, or a row leaves it empty, the source's software
-is taken to do as its documentation or its recipes say, which is written down here; a source that is not here does as
-this project does.
+A column of the file states a difference for a row. If the column is missing or empty, the table here decides, which
+follows the documentation or the recipes of the source's software. Other sources are taken to do as this project does.
 """
 
 import dataclasses
@@ -20,31 +19,31 @@ class Practice:
     """How a source's runs are carried out."""
 
     tp_overlap: bool = False
-    """User buffers: collectives of tensor parallel ranks beside the products."""
+    """Whether collectives of tensor parallel ranks overlap with matrix products (user buffers)."""
     dp_overlap: bool = True
-    """Gradients summed, and weights gathered, beside backward and forward."""
+    """Whether gradients are reduced during backward, and weights gathered during forward."""
     flash: bool = True
-    """Flash attention; else scores are kept in memory."""
+    """Whether flash attention is used; otherwise scores are kept in memory."""
     sp: bool = True
-    """Sequence parallelism wherever there is tensor parallelism."""
+    """Whether tensor parallelism implies sequence parallelism."""
     sp_in_full: bool = True
-    """Whether that holds where whole layers are recomputed, too."""
+    """Whether it does so also if whole layers are recomputed."""
     fused_loss: bool = False
-    """Cross entropy in one kernel, not in float32 operations."""
+    """Whether one kernel computes the cross entropy, in place of float32 operations."""
     fp8_recipe: str = "tensorwise"
-    """Recipe of the row's `fp8`."""
+    """The recipe that a row's `fp8` means."""
     sums_in_fp32: bool = True
-    """Whether replicas sum gradients in float32, or in bf16."""
+    """Whether replicas reduce gradients in float32; otherwise in bf16."""
     states_batches: bool = True
-    """Whether micro batch and interleaving are the source's, or were filled in by 1."""
+    """Whether the source states micro batch and interleaving; otherwise the file has 1 in their place."""
     other_machine: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
-    """By chip, what the source says of its own: fields of `Machine`."""
+    """Fields of `Machine` that the source states otherwise, by chip."""
 
     def of_row(self, values: Mapping[str, str], where: str) -> "Practice":
-        """Return the same, as a row's columns have it.
+        """Return this practice, changed as a row's columns state.
 
         Raises:
-            InputError: a column is neither True, False nor empty.
+            InputError: a column is not True, False or empty.
         """
         stated = {name: values[name] for name in COLUMNS if values.get(name)}
         if values["rec"] == "full" and not self.sp_in_full:
@@ -55,7 +54,7 @@ class Practice:
         return dataclasses.replace(self, **{name: TRUTHS[value] for name, value in stated.items()})
 
     def machine(self, gpu: str, machine: Machine) -> Machine:
-        """Return the chip as the source has it."""
+        """Return the chip with the values that the source states."""
         return dataclasses.replace(machine, **self.other_machine.get(gpu, {}))  # type: ignore[arg-type]
 
 
@@ -63,7 +62,7 @@ class Practice:
 FLASH_2 = {"attention_efficiency": 0.35}
 COLUMNS = ("tp_overlap", "dp_overlap", "flash", "sp", "fused_loss")
 
-SOURCES = {  # by the beginning of their names; the longest that fits
+SOURCES = {  # by the beginning of the source's name; the longest matching one counts
     # Korthikanti et al. 2022, table 5: full recomputation without sequence parallelism, selective with it.
     "korthikanti": Practice(flash=False, dp_overlap=False, sp_in_full=False),
     # github.com/NVIDIA/Megatron-LM, README of core_r0.8.0: --tp-comm-overlap, --overlap-grad-reduce,
@@ -87,6 +86,6 @@ SOURCES = {  # by the beginning of their names; the longest that fits
 
 
 def practice_of(source: str) -> Practice:
-    """Return what is known of a source's software and machines."""
+    """Return the practice of a source."""
     known = max((name for name in SOURCES if source.startswith(name)), key=len, default=None)
     return SOURCES[known] if known else Practice()

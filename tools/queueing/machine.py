@@ -2,7 +2,7 @@
 
     python tools/queueing/machine.py MACHINE.json [--rehearse]
 
-Missing modules are all named before anything else.
+All missing modules are named before anything else is checked.
 """
 
 import importlib
@@ -21,7 +21,7 @@ OF_TEXT = "sentencepiece pyarrow"
 
 
 def main(file: Path, rehearses: bool) -> None:
-    """Print the machine, and write it as JSON; end with an error's line where something is missing."""
+    """Print the machine, and write it as JSON; exit with an error if something is missing."""
     if missing := _missing(MODULES):
         sys.exit(f"add to the site folder: {missing}")
     if missing := _missing(OF_TEXT):
@@ -43,7 +43,7 @@ def main(file: Path, rehearses: bool) -> None:
 
 
 def _missing(modules: str) -> str:
-    """Return the modules that do not import, with the reason."""
+    """Return the modules that cannot be imported, with the reasons."""
     missing = []
     for name in modules.split():
         try:

@@ -1,4 +1,4 @@
-"""The parts of the queue as `parts.yaml` has them: their commands, and the figures of their files against goals."""
+"""The parts of the queue, read from `parts.yaml`: their commands, and the comparison of their figures with goals."""
 
 import json
 import shlex
@@ -16,22 +16,22 @@ GLOO = "runtime.distributed_backend=gloo"  # of a rehearsal: NCCL needs a GPU
 
 
 class Command(NamedTuple):
-    """A command of a part, whose program is this Python."""
+    """A command of a part, run by this Python interpreter."""
 
     name: str
-    """Of its log, `NAME.log`."""
+    """The name of the log, without `.log`."""
     arguments: list[str]
 
 
 class Setting(NamedTuple):
-    """What a part's commands depend on."""
+    """The settings on which a part's commands depend."""
 
     folder: Path
-    """The part's own, in which it writes."""
+    """The folder that the part writes."""
     rehearses: bool = False
 
     def resolve(self, text: str) -> str:
-        """Put folders in the place of their names."""
+        """Replace FOLDER, CLAIM and SWEEP in a text by the paths of these folders."""
         ending = "-rehearsal" if self.rehearses else ""
         sweep = f"runs/sweeps/claim{ending or '-30m'}"
         return text.replace("FOLDER", str(self.folder)).replace("CLAIM", f"runs/claim{ending}").replace("SWEEP", sweep)
@@ -49,26 +49,26 @@ class Part:
     rehearsed: dict[str, str] = field(default_factory=dict)
     size: str = ""
     cases: dict[str, list[str]] = field(default_factory=dict)
-    """Of `tools/bench_train.py`, with that size."""
+    """Cases of `tools/bench_train.py`, with the options `size`."""
     tests: str | None = None
-    """A folder whose files of tests are run side by side."""
+    """A folder of tests, whose files run side by side."""
     output: str | None = None
-    """A file for the commands' standard output; None: their logs."""
+    """A file for the commands' standard output; by default their logs."""
     goals: list[dict[str, Any]] = field(default_factory=list)
     needs: tuple[str, ...] = ("machine",)
     """Parts that must be done before."""
     goes_on: bool = False
-    """Whether it goes on in the next call where its limit has ended it."""
+    """Whether the next call continues the part after its limit has ended it."""
     is_repeated: bool = False
-    """Whether each call runs it, done or not."""
+    """Whether each call runs the part, even if it is done."""
     kept: tuple[str, ...] = ()
-    """Files elsewhere that are copied into its folder at the end."""
+    """Files elsewhere that are copied into the part's folder at the end."""
     on_stand_in: bool = True
-    """Whether a rehearsal runs it over the stand-in for Transformer Engine; else on the CPU alone."""
+    """Whether a rehearsal uses the stand-in for Transformer Engine; otherwise it uses the CPU alone."""
 
     def made(self, setting: Setting) -> list[Command]:
-        """Return its commands."""
-        if self.tests is not None:  # whose own conftest imports nothing that a machine for GPU checks need not have
+        """Return the part's commands."""
+        if self.tests is not None:  # without tests/conftest.py, whose imports a machine for GPU checks may lack
             options = [f"--confcutdir={self.tests}", "-p", "no:cacheprovider", "-v", "--color=no"]
             files = sorted((ROOT / self.tests).glob("test_*.py"))
             return [Command(file.stem, ["-m", "pytest", str(file), *options]) for file in files]
@@ -111,7 +111,7 @@ def _judge(goal: dict[str, Any], setting: Setting) -> list[str]:
 
 
 def _figure(folder: Path, keys: list[Any]) -> float:
-    """Read a number by the keys from outside in; a mapping chooses the one entry of a list that has its values."""
+    """Read a number from a JSON file by keys from outside in; a mapping chooses the list entry that has its values."""
     file, *others = keys
     text = (folder / file).read_text()
     value = [json.loads(line) for line in text.splitlines()] if file.endswith(".jsonl") else json.loads(text)
