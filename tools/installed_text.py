@@ -10,7 +10,7 @@ It reads the standard library and the packages of this interpreter and of `PYTHO
     FOLDER/manifest.json            packages with version, license and bytes; packages left out, with the reason
 
 Equal files are taken once. Copies of other packages within a package are left out: they might put the text of a
-held-out package into the training documents. Documents are sorted by hash, which shuffles them; so `--most-bytes` leaves
+held-out package into the training documents. Documents are sorted by hash, which shuffles them: `--most-bytes` leaves
 out the same share of every package.
 """
 
