@@ -23,9 +23,9 @@ struct bf16 {
 };
 using Size = int64_t;
 
-inline float wide(float x) { return x; }
+inline float to_float(float x) { return x; }
 
-inline float wide(bf16 x) {
+inline float to_float(bf16 x) {
     uint32_t bits = uint32_t(x.bits) << 16;
     float result;
     std::memcpy(&result, &bits, 4);
@@ -35,15 +35,15 @@ inline float wide(bf16 x) {
 inline void store(float& to, float x) { to = x; }
 
 // The 16 bits of the nearest bf16, ties to even; NaN stays NaN.
-inline uint32_t rounded(float x) {
+inline uint32_t bf16_bits(float x) {
     uint32_t bits;
     std::memcpy(&bits, &x, 4);
     return x != x ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
 
-inline uint32_t rounded(bf16 x) { return x.bits; }
+inline uint32_t bf16_bits(bf16 x) { return x.bits; }
 
-inline void store(bf16& to, float x) { to.bits = uint16_t(rounded(x)); }
+inline void store(bf16& to, float x) { to.bits = uint16_t(bf16_bits(x)); }
 
 // exp in float32, to 0.9 of a unit in the last place (1.2 without fused multiply-add): 2^n * e^r with |r| <= ln(2) / 2.
 // Below -87 it is 0; NaN stays NaN. The polynomial for e^r has degree 6 and the smallest relative error, 3e-9 (found by
@@ -188,7 +188,7 @@ void pack(const From* x, Size stride, Size rows, Size size, uint32_t* out, Size 
             const From* second = row + 1 < rows ? first + stride : first;
             const uint32_t kept = row + 1 < rows ? 0xffffffff : 0xffff;
 #pragma omp simd
-            for (Size i = 0; i < size; i++) out[i] = (rounded(first[i]) | rounded(second[i]) << 16) & kept;
+            for (Size i = 0; i < size; i++) out[i] = (bf16_bits(first[i]) | bf16_bits(second[i]) << 16) & kept;
         }
         std::fill(out + size, out + columns, 0);
     }
@@ -241,8 +241,8 @@ void swiglu(const T* gate_up, T* out, Size rows, Size width) {
         T* to = out + row * width;
 #pragma omp simd
         for (Size i = 0; i < width; i++) {
-            float g = wide(gate[i]);
-            store(to[i], g * sigmoid(g) * wide(up[i]));
+            float g = to_float(gate[i]);
+            store(to[i], g * sigmoid(g) * to_float(up[i]));
         }
     }
 }
@@ -255,9 +255,9 @@ void swiglu_backward(const T* gate_up, const T* grad, T* grad_gate_up, Size rows
         T *grad_gate = grad_gate_up + row * 2 * width, *grad_up = grad_gate + width;
 #pragma omp simd
         for (Size i = 0; i < width; i++) {
-            float g = wide(gate[i]), d = wide(from[i]), s = sigmoid(g);
+            float g = to_float(gate[i]), d = to_float(from[i]), s = sigmoid(g);
             store(grad_up[i], d * g * s);
-            store(grad_gate[i], d * wide(up[i]) * s * (1.0f + g * (1.0f - s)));
+            store(grad_gate[i], d * to_float(up[i]) * s * (1.0f + g * (1.0f - s)));
         }
     }
 }
@@ -268,7 +268,7 @@ void swiglu_backward(const T* gate_up, const T* grad, T* grad_gate_up, Size rows
 // over 150,000 columns). Only four terms at a time are added in float32, one of each quarter of the values.
 template <typename T>
 inline double exponentials_of(const T* values, float most, float* to, Size count) {
-    const auto write = [=](Size i) { return to[i] = exponential(wide(values[i]) - most); };
+    const auto write = [=](Size i) { return to[i] = exponential(to_float(values[i]) - most); };
     const Size quarter = count / 4;
     double sum = 0;
 #pragma omp simd reduction(+ : sum)
@@ -290,7 +290,7 @@ void softmax(T* logits, float* greatest, float* sums, Size rows, Size width) {
             T* values = logits + row * width;
             float most = -INFINITY;
 #pragma omp simd reduction(max : most)
-            for (Size i = 0; i < width; i++) most = wide(values[i]) > most ? wide(values[i]) : most;
+            for (Size i = 0; i < width; i++) most = to_float(values[i]) > most ? to_float(values[i]) : most;
             const double sum = exponentials_of(values, most, exponentials, width);
             const float share = std::is_same_v<T, float> ? 1.0f : float(1 / sum);
 #pragma omp simd
@@ -321,13 +321,13 @@ struct Call {
     float scale;
 
     Call for_head(Size number) const {
-        const Size b = number / heads, n = number % heads, place = number * size;
+        const Size b = number / heads, n = number % heads, offset = number * size;
         const auto start = [&](Size which) { return b * strides[which] + n * strides[5 + which]; };
         Call head = *this;
         head.query += start(0), head.key += start(1), head.value += start(2);
         head.out += start(3), head.grad += start(4);
         head.log_sums += number * length;
-        head.made += place, head.grad_query += place, head.grad_key += place, head.grad_value += place;
+        head.made += offset, head.grad_query += offset, head.grad_key += offset, head.grad_value += offset;
         return head;
     }
     Size stride(Size which) const { return strides[10 + which]; }
@@ -436,7 +436,7 @@ class Backward {
             const T *out = head.out + row * head.stride(3), *grad = head.grad + row * head.stride(4);
             float average = 0;
 #pragma omp simd reduction(+ : average)
-            for (Size i = 0; i < head.size; i++) average += wide(out[i]) * wide(grad[i]);
+            for (Size i = 0; i < head.size; i++) average += to_float(out[i]) * to_float(grad[i]);
             averages[row] = average;
         }
         std::fill(grad_query.begin(), grad_query.end(), 0.0f);
