@@ -139,8 +139,8 @@ def can_take_product(sum_oh: Tensor, grad_no: Tensor, x_nh: Tensor) -> bool:
 
 def add_product(sum_oh: Tensor, grad_no: Tensor, x_nh: Tensor) -> None:
     """Add grad^T x to the sums in place."""
-    strides = grad_no.stride(0), x_nh.stride(0), sum_oh.stride(0)
-    _call("add_product", grad_no, strides[0], x_nh, strides[1], sum_oh, strides[2], len(x_nh), *sum_oh.shape)
+    grad, x, sums = ((tensor, tensor.stride(0)) for tensor in (grad_no, x_nh, sum_oh))
+    _call("add_product", *grad, *x, *sums, len(x_nh), *sum_oh.shape)
 
 
 def softmax(logits_cv: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,8 +171,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) ->
     out = query.new_empty(length, batch, heads, size).permute(1, 2, 0, 3)
     log_sums = query.new_empty(batch, heads, length, dtype=torch.float32)
     strides = _strides(query, key, value, out, out)
-    sizes = batch, heads, length, size, float(scale)
-    _call("causal_attention", query, key, value, out, log_sums, strides, *sizes)
+    _call("causal_attention", query, key, value, out, log_sums, strides, *query.shape, float(scale))
     return out, log_sums
 
 
@@ -184,8 +183,7 @@ def causal_attention_backward(
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     grads = [out.new_empty(length, batch, heads, size) for _ in qkv]
     strides = _strides(*qkv, out, grad)
-    sizes = batch, heads, length, size, float(scale)
-    _call("causal_attention_backward", *qkv, out, grad, log_sums, *grads, strides, *sizes)
+    _call("causal_attention_backward", *qkv, out, grad, log_sums, *grads, strides, *out.shape, float(scale))
     return [grad.permute(1, 2, 0, 3) for grad in grads]
 
 

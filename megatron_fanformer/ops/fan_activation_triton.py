@@ -123,6 +123,7 @@ def _fan_activate(
     RANKS: tl.constexpr, P: tl.constexpr, G: tl.constexpr, GELU: tl.constexpr, PRE_STRIDE: tl.constexpr,
     TILE_TOKENS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    """Write a tile of [cos p, sin p, g], and with GELU a tile of g_nv; strides are in elements."""
     P_BLOCKS: tl.constexpr = (P + TILE_COLUMNS - 1) // TILE_COLUMNS
     BLOCKS: tl.constexpr = P_BLOCKS + (G + TILE_COLUMNS - 1) // TILE_COLUMNS
     WIDTH: tl.constexpr = RANKS * (2 * P + G)
@@ -167,6 +168,7 @@ def _fan_differentiate(
     GRAD_STRIDE: tl.constexpr, GRAD_PRE_STRIDE: tl.constexpr,
     TILE_TOKENS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    """Write a tile of the gradient of p | g; strides are in elements."""
     P_BLOCKS: tl.constexpr = (P + TILE_COLUMNS - 1) // TILE_COLUMNS
     BLOCKS: tl.constexpr = P_BLOCKS + (G + TILE_COLUMNS - 1) // TILE_COLUMNS
     WIDTH: tl.constexpr = RANKS * (2 * P + G)
