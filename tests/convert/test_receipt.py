@@ -18,7 +18,7 @@ from megatron_fanformer.cli import main
 from megatron_fanformer.convert import name_table
 from megatron_fanformer.convert.checkpoints import open_checkpoint
 from megatron_fanformer.convert.convert import convert_checkpoint
-from megatron_fanformer.convert.name_table import Transform
+from megatron_fanformer.convert.name_table import Transform, _swap_halves
 from megatron_fanformer.convert.receipt import different_tensors, prompts
 from megatron_fanformer.hf import FANformerForCausalLM
 from tests.conftest import REFERENCE
@@ -103,10 +103,6 @@ def _rolled(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.roll(1, 0) for tensor in tensors)
 
 
-def _halves_exchanged(parts: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return (torch.cat(parts[0].chunk(2)[::-1]),)
-
-
 def _one_heads_q_and_k_exchanged(parts: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     q, k, *others = (part.clone() for part in parts)
     q[:HEAD_SIZE], k[:HEAD_SIZE] = k[:HEAD_SIZE].clone(), q[:HEAD_SIZE].clone()
@@ -123,7 +119,7 @@ GROUPED, QK_AND_V = VARIANTS["grouped queries"], VARIANTS["qk and v, two ratios"
 # The transform's name in the module, the variant, the destination, and what its parts become.
 FAULTS: dict[str, tuple[str, Variant, str, Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]]] = {
     "halves swapped, hf": ("GATE_UP_SEPARATE", GROUPED, "hf", lambda parts: parts[::-1]),
-    "halves swapped, reference": ("GATE_UP_SWAPPED", GROUPED, "reference", _halves_exchanged),
+    "halves swapped, reference": ("GATE_UP_SWAPPED", GROUPED, "reference", lambda parts: (_swap_halves(parts[0]),)),
     "q and k of a head, hf": ("QKV_SEPARATE", GROUPED, "hf", _one_heads_q_and_k_exchanged),
     "q and k of a head, qk_and_v": ("QK_SEPARATE", QK_AND_V, "hf", _one_heads_q_and_k_exchanged),
     "q and k of a head, reference": ("QKV_STACKED", GROUPED, "reference", partial(_stacked_exchange, variant=GROUPED)),

@@ -125,14 +125,6 @@ ASKING: list[tuple[Ask, tuple[Kind, ...], str]] = [
 ]
 
 
-def message(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """Exit code and the one line of a command that refuses its path."""
-    capsys.readouterr()
-    code = main(arguments)
-    (line,) = capsys.readouterr().err.splitlines()
-    return code, line.removeprefix(f"{PROGRAM}: ")
-
-
 @pytest.mark.parametrize(("ask", "wanted", "prefix"), ASKING, ids=["convert", "generate", "inspect", "train"])
 def test_every_command_says_the_same_of_a_path_and_names_what_it_takes(
     ask: Ask, wanted: tuple[Kind, ...], prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -148,19 +140,8 @@ def test_every_command_says_the_same_of_a_path_and_names_what_it_takes(
     (tmp_path / "notes.txt").write_text("some words\n")
     is_what[tmp_path / "notes.txt"] = "is a file, not a folder"
     for path, it in is_what.items():
-        code, line = message(ask(path, tmp_path), capsys)
-        assert code == 2
-        start, _, names = line.rpartition("; name ")
+        assert main(ask(path, tmp_path)) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        start, _, names = line.removeprefix(f"{PROGRAM}: ").rpartition("; name ")
         assert start == f"{prefix}{path} {it}"
         assert names.replace(" or ", ", ") == ", ".join(DESCRIPTIONS[kind] for kind in wanted).replace(" or ", ", ")
-
-
-@pytest.mark.parametrize(("name", "is_told"), [("owner/gpt2.1", True), ("runs/tiny", False), ("a/b/c", False)])
-def test_a_name_of_the_hub_is_told_to_be_downloaded(
-    name: str, is_told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").mkdir()
-    code, line = message(["convert", name, "out", "--to", "hf"], capsys)
-    assert code == 2 and line.startswith(f"{name} does not exist; name ")
-    assert line.endswith(f"hf download {name} --local-dir FOLDER") == is_told

@@ -13,7 +13,7 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.hf import FANformerForCausalLM
 from megatron_fanformer.model.config import FANConfig
 from megatron_fanformer.runtime.seeding import generator_for
-from tests.convert.plain_fanformer import HEADS, VARIANTS, Variant, random_weights, write
+from tests.convert.plain_fanformer import HEADS, VARIANTS, random_weights, write
 from tests.plain_model import from_transformers, plain_logits
 from tests.tiny import tiny_model
 from tests.whole_models import read_full_tensors
@@ -21,23 +21,10 @@ from tests.whole_models import read_full_tensors
 # float32 against float64, logits of about 10: seen 2e-5 at most.
 SAME_LOGITS = 1e-4
 SAMPLES, LENGTH = 2, 16
+VOCABULARY = ("transformer.wte.weight", "transformer.ff_out.weight")
 ALL = tuple(VARIANTS)
 # One of each placement, with grouped queries, an untied head and a vocabulary that no rank count divides among them.
 SOME = ("grouped queries", "qk and v, two ratios", "odd padding")
-
-
-def exact_logits(variant: Variant, weights: dict[str, torch.Tensor], ids_bs: torch.Tensor) -> torch.Tensor:
-    """In float64."""
-    return plain_logits({name: w.double() for name, w in weights.items()}, ids_bs, heads=HEADS, gelu=variant.gelu)
-
-
-def folder_of(name: str) -> str:
-    return name.replace(" ", "-").replace(",", "")
-
-
-def ids_of(name: str) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randint(VARIANTS[name].tokens, (SAMPLES, LENGTH + 1), generator=generator)
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +32,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Each variant in the authors' layout and, converted, in ours."""
     root = tmp_path_factory.mktemp("variants")
     for name, variant in VARIANTS.items():
-        source = write(root / "reference" / folder_of(name), variant)
-        convert_checkpoint(source, root / "megatron" / folder_of(name), to="megatron", verified=False)
+        source = write(root / "reference" / name, variant)
+        convert_checkpoint(source, root / "megatron" / name, to="megatron", verified=False)
     return root
 
 
@@ -56,33 +43,26 @@ def test_the_receipt_of_every_variant(root: Path, name: str, tmp_path: Path) -> 
     for source, to in (("reference", "megatron"), ("megatron", "reference")):
         if to == "reference" and not VARIANTS[name].bias:
             continue
-        convert_checkpoint(root / source / folder_of(name), tmp_path / to, to=to)  # type: ignore[arg-type]
+        convert_checkpoint(root / source / name, tmp_path / to, to=to)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_to_hugging_face_and_back(root: Path, name: str, tmp_path: Path) -> None:
     """Without loss but for the padding; transformers gives the plain model's logits."""
-    variant, weights, ids = VARIANTS[name], random_weights(VARIANTS[name]), ids_of(name)
-    convert_checkpoint(root / "reference" / folder_of(name), tmp_path / "hf", to="hf")
+    variant, weights = VARIANTS[name], random_weights(VARIANTS[name])
+    ids = torch.randint(variant.tokens, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    convert_checkpoint(root / "reference" / name, tmp_path / "hf", to="hf")
     logits = FANformerForCausalLM.from_pretrained(tmp_path / "hf")(ids).logits
-    exact = exact_logits(variant, weights, ids)[..., : variant.tokens]
-    assert (logits.double() - exact).abs().max() < SAME_LOGITS
+    exact = plain_logits({key: w.double() for key, w in weights.items()}, ids, heads=HEADS, gelu=variant.gelu)
+    assert (logits.double() - exact[..., : variant.tokens]).abs().max() < SAME_LOGITS
     if not variant.bias:
         with pytest.raises(InputError, match="has FAN maps without a bias, which the authors' format cannot express"):
             convert_checkpoint(tmp_path / "hf", tmp_path / "back", to="reference", verified=False)
         return
     convert_checkpoint(tmp_path / "hf", tmp_path / "back", to="reference", verified=False)
-    assert_same(torch.load(tmp_path / "back" / "model.pt"), weights, name, variant)
-
-
-def assert_same(
-    left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], name: str, trimmed: Variant | None = None
-) -> None:
-    """Compare all tensors; those of a vocabulary that lost its padding by their token ids."""
-    assert left.keys() == right.keys(), name
-    of_vocabulary = () if trimmed is None else ("transformer.wte.weight", "transformer.ff_out.weight")
-    rows = {key: trimmed.tokens for key in of_vocabulary if trimmed}
-    assert [key for key in left if not torch.equal(left[key][: rows.get(key)], right[key][: rows.get(key)])] == [], name
+    back, rows = torch.load(tmp_path / "back" / "model.pt"), dict.fromkeys(VOCABULARY, variant.tokens)
+    assert back.keys() == weights.keys()
+    assert [key for key in back if not torch.equal(back[key][: rows.get(key)], weights[key][: rows.get(key)])] == []
 
 
 # -- FAN layers in place of the MLP

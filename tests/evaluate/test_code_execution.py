@@ -22,8 +22,6 @@ PASSING = {
     "an empty home": "import os\nassert os.listdir() == [] and os.path.expanduser('~') == os.getcwd()",
 }
 FAILING = {
-    "assertion": ("assert 1 == 2, 'no'", "AssertionError: no"),
-    "leaving": ("import sys\nsys.exit(0)", "SystemExit: 0"),
     "closing all files": ("import os\nos.closerange(0, 64)", "it ended itself with exit code 1"),
     "fork bomb": ("import os\nwhile True:\n    os.fork()", "PermissionError: os.fork is refused"),
     "becoming a command": ("import os\nos.execv('/bin/true', ['true'])", "PermissionError: os.exec is refused"),

@@ -102,7 +102,9 @@ def test_a_run_is_evaluated_on_tasks_and_sets(made: Made, tmp_path: Path, capsys
     assert own["tokens"] == 9 * 31
     assert own["perplexity"] == pytest.approx(np.exp(own["loss"]))
     # a character, of one byte or two, for every token
-    assert own["bits_per_byte"] == pytest.approx(own["loss"] / np.log(2) * 279 / bytes_of(made.tokens), rel=1e-9)
+    scored = np.fromfile(made.tokens, "<u2")[: 9 * 32].reshape(9, 32)[:, 1:].flatten().tolist()
+    size = len("".join(map(chr, scored)).encode())
+    assert own["bits_per_byte"] == pytest.approx(own["loss"] / np.log(2) * 279 / size, rel=1e-9)
     assert ["own", "bits/byte", f"{own['bits_per_byte']:.4f}"] in [row.split() for row in rows]
     hellaswag = found["tasks"]["hellaswag"]
     assert hellaswag["metric"] == "len_norm"
@@ -118,11 +120,6 @@ def test_a_run_is_evaluated_on_tasks_and_sets(made: Made, tmp_path: Path, capsys
     weights = sum(document["weight"] for document in f1["documents"])
     expected = sum(document["score"] for document in f1["documents"]) / weights
     assert f1["metrics"]["f1"]["value"] == pytest.approx(expected)
-
-
-def bytes_of(tokens: Path) -> int:
-    ids = np.fromfile(tokens, "<u2")[: 9 * 32].reshape(9, 32)[:, 1:]
-    return len("".join(map(chr, ids.flatten().tolist())).encode())
 
 
 def test_an_export_comes_to_the_same_and_is_compared_with_it(
@@ -185,11 +182,7 @@ def test_several_checkpoints_are_columns_of_a_table(
     first, second = json.loads(output.read_text())
     assert (first["step"], second["step"]) == (0, 40)
     assert first["tasks"] == second["tasks"]
-    shown = capsys.readouterr()
-    phases = [line.rpartition(": ")[0] for line in shown.err.splitlines()]
-    steps = [made.run / "checkpoints" / f"step-{step:08d}" for step in (0, 40)]
-    assert phases == [f"{step}: {phase}" for step in steps for phase in ("weights", "perplexity", "tasks")]
-    heading, *rows = shown.out.splitlines()
+    heading, *rows = capsys.readouterr().out.splitlines()
     assert heading.split() == ["step-00000000", "step-00000040"]
     assert [row.split()[:2] for row in rows] == [
         ["hellaswag", "len_norm"],
@@ -243,8 +236,6 @@ GSM8K = ("--requests", REQUESTS, "--tasks", "gsm8k")
         ([], "no checkpoint is named"),
         (["nowhere"], "nowhere does not exist; name a run's folder"),
         ([RUN], "nothing is asked for; add --tasks TASK, --requests FILE, or --perplexity NAME=PATH"),
-        ([RUN, "--requests", REQUESTS, "--tasks", "helaswag"], "unknown task helaswag; did you mean hellaswag?"),
-        ([RUN, "--requests", "none"], "none cannot be read (No such file or directory); name a request file"),
         ([RUN, "--requests", REQUESTS, "--tasks", "piqa"], "has no requests of piqa, but of hellaswag, mrpc"),
         ([RUN, "--requests", OTHER], "were made with another tokenizer"),
         ([RUN, "--requests", REQUESTS, "--layout", "dp=2"], "gsm8k: a model writes its answers in one process"),
@@ -252,12 +243,10 @@ GSM8K = ("--requests", REQUESTS, "--tasks", "gsm8k")
         ([RUN, "--perplexity", "own=none"], "--perplexity: none names no token files; name a .npy file"),
         ([RUN, "--perplexity", TOKENS, "--chunk-tokens", "290"], "--chunk-tokens is 290, longer than the"),
         ([RUN, "--perplexity", TOKENS, "--limit", "2"], "--limit has no effect without --tasks or --requests"),
-        ([RUN, "--run-code"], "unknown argument --run-code; use --allow-code-execution, in a container"),
         ([RUN, "--prepare", "out"], "CHECKPOINT, --compare and --prepare are three commands"),
         (["--prepare", "out", "--output", "x"], "--output has no effect without CHECKPOINT or --compare; add that"),
         (["--prepare", REQUESTS, "--tasks", "piqa", "--tokenizer", LARGER], "already exists; name another file"),
         ([RUN, *GSM8K, "--max-new-tokens", "500"], "max_new_tokens is 500, which leaves no room for a prompt in"),
-        ([RUN, *GSM8K, "--num-samples", "2"], "unknown argument --num-samples; answers are greedy"),
     ],
 )
 def test_what_cannot_be_evaluated_is_one_line(
@@ -289,12 +278,10 @@ def test_a_model_that_diverged_has_bad_numbers(
 # -- jobs
 
 
-@pytest.fixture
-def other(exported_folder: Path, tmp_path: Path) -> Path:
-    """The export, which states another end of text than its tokenizer has."""
-    shutil.copytree(exported_folder, folder := tmp_path / "other")
+def changed_export(exported_folder: Path, folder: Path, **fields: int) -> Path:
+    shutil.copytree(exported_folder, folder)
     stated = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**stated, "eos_token_id": 7}))
+    (folder / "config.json").write_text(json.dumps(stated | fields))
     return folder
 
 
@@ -306,9 +293,7 @@ def test_each_checkpoint_is_measured_as_it_is_alone(
 ) -> None:
     """Of checkpoints that differ in their end of text, sequence length, vocabulary or tokenizer."""
     np.resize(np.array([1, 2, 7, 0, 3, 4, 5, 6, 8, 230], "<u2"), 300).tofile(tmp_path / "tokens.npy")
-    shutil.copytree(exported_folder, other := tmp_path / "other")
-    stated = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(stated | changed))
+    other = changed_export(exported_folder, tmp_path / "other", **changed)
     if not changed:
         shutil.copy(write_tokenizer(tmp_path, vocab_size=200), other / "tokenizer.json")
     sets = ["--perplexity", f"own={tmp_path / 'tokens.npy'}"]
@@ -320,14 +305,10 @@ def test_each_checkpoint_is_measured_as_it_is_alone(
 
 
 def test_requests_have_the_end_of_text_that_the_checkpoints_state(
-    run_folder: Path,
-    exported_folder: Path,
-    tokenizer_file: Path,
-    other: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    run_folder: Path, exported_folder: Path, tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    other = changed_export(exported_folder, tmp_path / "other", eos_token_id=7)
     file = tmp_path / "q.jsonl"
     file.write_text(json.dumps({"context": "", "choices": ["4", "5"], "answer": 0}))
 

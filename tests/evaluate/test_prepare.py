@@ -20,6 +20,7 @@ from tests.evaluate.made_up import rows
 
 EOS = 50279  # of the paper's tokenizer
 SHORT = 128  # some contexts of commitment_bank are longer
+FURTHER_TASKS = ("piqa", "winogrande", "arc_challenge_rc_0shot", "mmlu_other_val_mc_5shot_fast", "mmlu_stem_bpb")
 REQUESTS, TOKENS = 65_875, 5_085_282  # of the paper's tasks with its tokenizer; a model is given all ids but the last
 THEIR_LENGTHS = {
     "characters": "cont_str_len",
@@ -42,16 +43,7 @@ def builder(task_library, olmo_tokenizer_file):
         ("commitment_bank", SHORT),
         ("copa", 2048),
         ("copycolors_10way_fast", 2048),
-        *[
-            pytest.param(name, 2048, marks=pytest.mark.full)
-            for name in (
-                "piqa",
-                "winogrande",
-                "arc_challenge_rc_0shot",
-                "mmlu_other_val_mc_5shot_fast",
-                "mmlu_stem_bpb",
-            )
-        ],
+        *(pytest.param(name, 2048, marks=pytest.mark.full) for name in FURTHER_TASKS),
     ],
 )
 def test_requests_are_what_the_library_would_give_a_model(
