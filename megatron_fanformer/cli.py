@@ -96,7 +96,7 @@ def read_command(arguments: Sequence[str]) -> tuple[Verb[Any], Any]:
 
 
 def _describe(error: BaseException) -> tuple[str, int]:
-    """Return the message and the exit code for an error; an OSError of a path is the user's, or the machine's."""
+    """Return the message and the exit code for an error; an OSError has 2 if its path is wrong, 1 if the disk fails."""
     if isinstance(error, FanformerError):
         return str(error), error.exit_code
     if isinstance(error, ModuleNotFoundError):
@@ -116,7 +116,7 @@ def _describe(error: BaseException) -> tuple[str, int]:
 
 
 def _parser(described: Collection[str] = VERBS) -> argparse.ArgumentParser:
-    """Return the parser of all verbs; only the named verbs get their options, which take time to make."""
+    """Return the parser of all verbs; only those in `described` get their options, which take time to make."""
     parser = _Parser(prog=PROGRAM, description="Pretrain FANformer language models, on CPUs and GPUs.")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     parser.add_argument("--debug", action="store_true", help="show tracebacks (anywhere on the line)")

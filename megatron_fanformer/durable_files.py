@@ -42,7 +42,7 @@ def regular_file(path: Path, *, most_bytes: int | None = None) -> Path:
 
 
 def write_atomically(path: Path, content: str | bytes, *, aside: Path | None = None) -> None:
-    """Write or replace a small file atomically; its hidden file stands in the folder `aside` until it is renamed."""
+    """Write or replace a small file atomically, by a hidden file in the folder `aside` (by default the same)."""
     partial = temporary_name((aside or path.parent) / path.name)
     try:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -52,7 +52,7 @@ def write_atomically(path: Path, content: str | bytes, *, aside: Path | None = N
 
 
 def file_problems(**options: Path | None) -> list[str]:
-    """Return one line for each option whose file could not be written: it is a folder, or is in none that exists."""
+    """Return one line for each option that names a folder, or a file in a folder that does not exist."""
     return [
         f"--{name} {path} is not a file in a folder that exists; create the folder, or name another"
         for name, path in options.items()

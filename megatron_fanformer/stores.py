@@ -37,7 +37,7 @@ def is_url(path: str | Path) -> bool:
 
 
 def url_problem(name: str, url: str | None) -> str | None:
-    """Return the problem with a configuration's URL of a folder, or None; `name` is the field."""
+    """Return the problem with the URL of a folder in the configuration's field `name`, or None."""
     if url is None:
         return None
     if not is_url(url) or url.startswith("memory:") or "::" in url:
@@ -46,7 +46,7 @@ def url_problem(name: str, url: str | None) -> str | None:
 
 
 def password_problem(name: str, url: str) -> str | None:
-    """Return the problem with a URL in the configuration that holds a password, or None."""
+    """Return the problem with a password in the URL of the configuration's field `name`, or None."""
     if not _PASSWORD.search(url):
         return None
     return (

@@ -264,11 +264,11 @@ void swiglu_backward(const T* gate_up, const T* grad, T* grad_gate_up, Size rows
 
 // -- softmax
 
-// Write exp(values - most), and return their sum in double: a float32 sum loses far smaller terms (2e-5 of the sum
+// Write exp(values - largest), and return their sum in double: a float32 sum loses far smaller terms (2e-5 of the sum
 // over 150,000 columns). Only four terms at a time are added in float32, one of each quarter of the values.
 template <typename T>
-inline double exponentials_of(const T* values, float most, float* to, Size count) {
-    const auto write = [=](Size i) { return to[i] = exponential(to_float(values[i]) - most); };
+inline double exponentials_of(const T* values, float largest, float* to, Size count) {
+    const auto write = [=](Size i) { return to[i] = exponential(to_float(values[i]) - largest); };
     const Size quarter = count / 4;
     double sum = 0;
 #pragma omp simd reduction(+ : sum)
@@ -288,14 +288,14 @@ void softmax(T* logits, float* greatest, float* sums, Size rows, Size width) {
 #pragma omp for schedule(static)
         for (Size row = 0; row < rows; row++) {
             T* values = logits + row * width;
-            float most = -INFINITY;
-#pragma omp simd reduction(max : most)
-            for (Size i = 0; i < width; i++) most = to_float(values[i]) > most ? to_float(values[i]) : most;
-            const double sum = exponentials_of(values, most, exponentials, width);
+            float largest = -INFINITY;
+#pragma omp simd reduction(max : largest)
+            for (Size i = 0; i < width; i++) largest = to_float(values[i]) > largest ? to_float(values[i]) : largest;
+            const double sum = exponentials_of(values, largest, exponentials, width);
             const float share = std::is_same_v<T, float> ? 1.0f : float(1 / sum);
 #pragma omp simd
             for (Size i = 0; i < width; i++) store(values[i], exponentials[i] * share);
-            greatest[row] = most;
+            greatest[row] = largest;
             sums[row] = float(sum);
         }
     }
