@@ -65,11 +65,7 @@ def test_norms_are_those_of_the_whole_model(
         optimizer={"lr": 1e-2, "weight_decay": 0.5},
         logging={"norm_interval": 3, "phase_interval": None},
     )
-    check_norms(run_on_ranks(ranks, take_three_steps, values))
-
-
-def check_norms(found: list[Any]) -> None:
-    """Hold the metrics of all ranks against their weights."""
+    found = run_on_ranks(ranks, take_three_steps, values)
     weights = gather([weights for _, weights, _ in found])
     whole = torch.stack([weight.double().norm() for weight in weights.values()]).norm()
     for metrics, _, _ in found:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,12 +24,6 @@ from tests.tiny import tiny_model
 from tests.train.layouts import layout
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_cuda_graphs_need_a_gpu() -> None:
-    (problem,) = kernel_problems(KernelsConfig(cuda_graph_impl="local"))
-    assert "kernels.cuda_graph_impl is local, but there is no GPU" in problem
-
-
 @pytest.mark.parametrize(("transformer_impl", "count"), [("auto", 0), ("local", 1)])
 def test_fused_gradients_are_the_engines_or_apexs(
     transformer_impl: Any, count: int, monkeypatch: pytest.MonkeyPatch
@@ -40,46 +35,34 @@ def test_fused_gradients_are_the_engines_or_apexs(
     assert len(list(kernel_problems(kernels))) == count
 
 
-def layers_problems(model: Any, parallel: ParallelConfig, kernels: KernelsConfig, dtype: str) -> list[str]:
-    return [*layer_problems(model, parallel, kernels, uses_engine=has_engine(kernels), in_fp32=dtype == "fp32")]
-
-
 @pytest.mark.parametrize(
-    ("has_engine", "parallel", "kernels", "dtype", "part"),
+    ("is_installed", "placement", "parallel", "kernels", "dtype", "part"),
     [
-        (True, {"context_parallel_size": 2}, {}, "fp32", "context_parallel_size is 2 in float32"),
-        (True, {"context_parallel_size": 2}, {}, "bf16", None),
-        (True, {"context_parallel_size": 2}, {"transformer_impl": "local"}, "fp32", None),
-        (False, {"context_parallel_size": 2}, {}, "fp32", None),
-        (True, {"context_parallel_size": 2, "cp_comm_type": "a2a"}, {}, "fp32", None),
-        (False, {"context_parallel_size": 2, "cp_comm_type": "p2p"}, {}, "bf16", "cp_comm_type is p2p"),
-        (False, {}, {"fused_single_qkv_rope": True}, "bf16", "whose layers are not in use here"),
-        (True, {}, {"fused_single_qkv_rope": True}, "bf16", "at model.fan.placement qk_and_v"),
+        (True, "qkv", {"context_parallel_size": 2}, {}, "fp32", "context_parallel_size is 2 in float32"),
+        (True, "qkv", {"context_parallel_size": 2}, {}, "bf16", None),
+        (True, "qkv", {"context_parallel_size": 2}, {"transformer_impl": "local"}, "fp32", None),
+        (False, "qkv", {"context_parallel_size": 2}, {}, "fp32", None),
+        (True, "qkv", {"context_parallel_size": 2, "cp_comm_type": "a2a"}, {}, "fp32", None),
+        (False, "qkv", {"context_parallel_size": 2, "cp_comm_type": "p2p"}, {}, "bf16", "cp_comm_type is p2p"),
+        (False, "qkv", {}, {"fused_single_qkv_rope": True}, "bf16", "whose layers are not in use here"),
+        (True, "qk_and_v", {}, {"fused_single_qkv_rope": True}, "bf16", "at model.fan.placement qk_and_v"),
+        (True, "ffn", {}, {}, "bf16", "model.fan.placement is ffn"),
+        (True, "ffn", {}, {"transformer_impl": "local"}, "bf16", None),
     ],
 )
 def test_what_the_layers_at_hand_cannot_compute(
-    has_engine: bool, parallel: Any, kernels: Any, dtype: str, part: str | None, monkeypatch: pytest.MonkeyPatch
+    is_installed: bool,
+    placement: str,
+    parallel: Any,
+    kernels: Any,
+    dtype: str,
+    part: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(device, "has_transformer_engine", lambda: has_engine)
-    model = tiny_model(fan=FANConfig(placement="qk_and_v"))
-    found = layers_problems(model, ParallelConfig(**parallel), KernelsConfig(**kernels), dtype)
+    monkeypatch.setattr(device, "has_transformer_engine", lambda: is_installed)
+    sections = (tiny_model(fan=FANConfig(placement=placement)), ParallelConfig(**parallel), KernelsConfig(**kernels))
+    found = [*layer_problems(*sections, uses_engine=has_engine(sections[2]), in_fp32=dtype == "fp32")]
     assert [part in problem for problem in found] == ([] if part is None else [True])
-
-
-@pytest.mark.parametrize(("transformer_impl", "count"), [("auto", 1), ("local", 0)])
-def test_fan_layers_for_the_mlp_are_local_ones(
-    transformer_impl: Any, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device, "has_transformer_engine", lambda: True)
-    model = tiny_model(fan=FANConfig(placement="ffn"))
-    kernels = KernelsConfig(transformer_impl=transformer_impl)
-    found = layers_problems(model, ParallelConfig(), kernels, "bf16")
-    assert ["model.fan.placement is ffn" in problem for problem in found] == [True] * count
-
-
-def test_nccl_is_for_gpus() -> None:
-    (problem,) = backend_problems(ParallelConfig(), KernelsConfig(), "nccl", "cpu")
-    assert "distributed_backend is nccl, but this run is on the CPU" in problem
 
 
 @pytest.mark.parametrize(
@@ -146,12 +129,22 @@ def test_models_and_layouts(model: dict[str, Any], text: str, precision: dict[st
     assert part is None or part in found[0]
 
 
-def test_local_layers_and_cpus_have_none() -> None:
-    (problem,) = fp8_problems(MODEL, ParallelConfig(), fp8(), 1, KernelsConfig(transformer_impl="local"))
-    assert "kernels.transformer_impl local, whose layers have no FP8" in problem
-
-    (problem,) = fp8_machine_problems(fp8(), "cpu")
-    assert "FP8 products need a GPU, and this run is on the CPU; set it to null" in problem
+@pytest.mark.parametrize(
+    ("problems", "part"),
+    [
+        (
+            fp8_problems(MODEL, ParallelConfig(), fp8(), 1, KernelsConfig(transformer_impl="local")),
+            "layers have no FP8",
+        ),
+        (fp8_machine_problems(fp8(), "cpu"), "FP8 products need a GPU, and this run is on the CPU; set it to null"),
+        (kernel_problems(KernelsConfig(cuda_graph_impl="local")), "cuda_graph_impl is local, but there is no GPU"),
+        (backend_problems(ParallelConfig(), KernelsConfig(), "nccl", "cpu"), "is nccl, but this run is on the CPU"),
+    ],
+)
+def test_local_layers_and_cpus_lack(problems: Iterator[str], part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (problem,) = problems
+    assert part in problem
 
 
 @pytest.mark.parametrize(

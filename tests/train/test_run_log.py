@@ -79,11 +79,8 @@ def test_a_run_says_the_same_on_the_terminal_with_a_log_file(
     assert main(["train", "--config", config, "--logging.folder", str(tmp_path)]) == 0
     out, err = capsys.readouterr()
     saved = f"step 2  saved {tmp_path / 'run' / 'checkpoints' / 'step-00000002'}"
-    start, model, *_ = lines = out.splitlines()
-    assert (err, start) == ("", "starting 1 rank on this machine")
-    assert re.fullmatch(rf"a model of [\d,]+ parameters, 2 steps, in {tmp_path / 'run'}", model)
-    assert "step 2/2  loss" in out
-    assert lines[lines.index(saved) + 1] == f"complete: 2 steps, 128 tokens, in {tmp_path / 'run'}"
+    assert err == "" and "step 2/2  loss" in out and saved in out.splitlines()
+    assert out.splitlines()[-1] == f"complete: 2 steps, 128 tokens, in {tmp_path / 'run'}"
     text = (tmp_path / "rank-00000.log").read_text()
     assert f"INFO rank 0 megatron_fanformer.train.saves: {saved}" in text
     assert "DEBUG rank 0 megatron_fanformer.checkpoint.saving: writing step 2" in text

@@ -73,13 +73,6 @@ def test_ranks_get_the_same_samples(run_on_ranks: RunOnRanks, tmp_path: Path) ->
     assert [rank["samples"] for rank in ranks] == [drawn(config, find_start(config, None))] * 4
 
 
-def spoil_the_index(prefix: str) -> None:
-    index = Path(prefix + ".idx")
-    data = bytearray(index.read_bytes())
-    data[34 + 4 * 7] ^= 1
-    index.write_bytes(data)
-
-
 def cut_off_the_tokens(prefix: str) -> None:
     tokens = Path(prefix + ".bin")
     tokens.write_bytes(tokens.read_bytes()[:-2])
@@ -88,12 +81,10 @@ def cut_off_the_tokens(prefix: str) -> None:
 @pytest.mark.parametrize(
     ("spoil", "kind", "message", "code"),
     [
-        (spoil_the_index, "CorruptError", "sequence pointer 8", 3),
         (cut_off_the_tokens, "CorruptError", "it is truncated", 3),
-        (lambda prefix: Path(prefix + ".bin").unlink(), "InputError", "does not exist", 2),
         (lambda prefix: (Path(prefix).parent / ".index_cache").touch(), "InputError", "cannot be written", 2),
     ],
-    ids=["index", "tokens", "missing", "cache"],
+    ids=["tokens", "cache"],
 )
 def test_what_the_main_rank_refuses_ends_every_rank_alike(
     run_on_ranks: RunOnRanks, tmp_path: Path, spoil: Callable[[str], None], kind: str, message: str, code: int
