@@ -59,7 +59,7 @@ def open_checkpoint(source: Path, config: Path | None = None) -> Checkpoint:
         return Checkpoint("megatron", folder, model, tensors, tokenizer, notes, progress)
     if config is not None:
         raise InputError(
-            f"--config is for what {DESCRIPTIONS['megatron-lm']} does not state, but {source} is "
+            f"--config states fields that {DESCRIPTIONS['megatron-lm']} lacks, but {source} is "
             f"{DESCRIPTIONS[target.kind]}; leave it out"
         )
     if target.kind == "hf":

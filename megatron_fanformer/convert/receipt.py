@@ -36,8 +36,7 @@ from megatron_fanformer.runtime.seeding import local_shards, seed_everything
 from megatron_fanformer.terminal import some
 
 # Few: a 1B model takes seconds per pass on a laptop's cores.
-PROMPTS, PROMPT_TOKENS = 4, 8
-PROMPT_SEED = 20_250_211
+PROMPTS, PROMPT_TOKENS, PROMPT_SEED = 4, 8, 20_250_211
 # Relative to the largest logit. Rounding in float32 makes 1e-6 to 1e-5 (measured on the reference cases and at 1B);
 # exchanging the query and key of one head, the smallest of the planted faults, makes 1e-3 and more.
 LOGITS_TOLERANCE = 1e-4
@@ -148,7 +147,7 @@ def _logits(checkpoint: Checkpoint, dtype: torch.dtype | None, grid: RankGrid, i
 
     def load(name: str) -> Tensor:
         if name not in checkpoint.tensors:
-            raise CorruptError(f"the model asks for {name}, which was not written")
+            raise CorruptError(f"{name}, which the model has, is not among the tensors")
         tensor = checkpoint.tensors[name]
         return (tensor if dtype is None else tensor.to(dtype)).float()
 
@@ -183,7 +182,7 @@ def _megatron_logits(config: FANformerConfig, load: Load, ids_bs: Tensor, grid: 
 def _require_shape(name: str, tensor: Tensor, shape: Sequence[int]) -> Tensor:
     if tuple(tensor.shape) != tuple(shape):
         raise CorruptError(
-            f"the model's {name} has shape {list(shape)}, but what was written has shape {list(tensor.shape)}"
+            f"the model's {name} has shape {list(shape)}, but the stored tensor has shape {list(tensor.shape)}"
         )
     return tensor
 

@@ -38,7 +38,7 @@ DESCRIPTIONS: dict[Kind, str] = {
 # What may follow a prefix; the longer endings first, since .json ends one of them.
 ENDINGS = (".manifest.json", ".ledger.parquet", MASK_SUFFIX, ".bin", ".idx", ".npy")
 CONFIG_JSON = "config.json"  # a Hugging Face folder's
-MODEL_TYPE = "fanformer"  # what it calls a FANformer
+MODEL_TYPE = "fanformer"  # a FANformer's model_type in it
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # of a model on the Hugging Face hub: OWNER/MODEL
 TRACKER = "latest_checkpointed_iteration.txt"  # in a folder of Megatron-LM's checkpoints
 ITERATION, RELEASE = re.compile(r"[0-9]{1,9}"), "release"  # the tracker's content

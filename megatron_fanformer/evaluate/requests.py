@@ -44,8 +44,8 @@ AGAIN = "write it again with `evaluate --prepare`"
 class TaskRequests:
     """The n requests of one task, sorted by document, then choice.
 
-    A request is a context and a continuation; it asks for the log-probability of the continuation's tokens behind
-    the context.
+    A request is a context and a continuation. Its score is the log-probability of the continuation's tokens after the
+    context.
     """
 
     name: str
@@ -56,9 +56,9 @@ class TaskRequests:
     choices: np.ndarray
     """[n] int32: which of its document's choices the request scores, from 0 in each document."""
     labels: np.ndarray
-    """[n] int32: its right choice."""
+    """[n] int32: the right choice of the request's document."""
     ids: np.ndarray
-    """[tokens] int32: context, then continuation, one request after the other; at most the context length and one."""
+    """[tokens] int32: context and continuation of one request after the other; each has at most context length + 1."""
     offsets: np.ndarray
     """[n + 1] int64: request i is ids[offsets[i]:offsets[i + 1]]."""
     continuation_tokens: np.ndarray
@@ -68,7 +68,7 @@ class TaskRequests:
     lengths: dict[str, np.ndarray]
     """[n] int32 each, lengths of the continuation's text, by the names in LENGTHS."""
     unconditional: "TaskRequests | None" = None
-    """The same continuations behind the task's neutral context, for `pmi`."""
+    """The same continuations after the task's neutral contexts, for `pmi`."""
 
     @property
     def cut(self) -> int:
@@ -109,7 +109,7 @@ class RequestFile:
         return {name: first_documents(self.tasks[name], limit) for name in names}
 
     def refuse_other_tokenizer(self, tokenizer: Path) -> None:
-        """Raise InputError if the tokenizer's file is not the one that made the ids."""
+        """Raise InputError if another tokenizer's file made the ids."""
         if (other := sha256_of(tokenizer)) != self.tokenizer_sha256:
             raise InputError(
                 f"the requests in {self.path} were made with another tokenizer (SHA-256 {self.tokenizer_sha256[:12]}…) "

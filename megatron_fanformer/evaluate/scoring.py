@@ -24,7 +24,7 @@ from megatron_fanformer.evaluate.tasks import OF_ONE_ANSWER
 from megatron_fanformer.runtime.parallel import RankGrid
 
 PMI = "pmi"
-"""The metric that needs log-probabilities behind a task's neutral contexts."""
+"""The metric that needs log-probabilities after a task's neutral contexts."""
 
 DIVISORS = {
     "len_norm": "characters_no_space",

@@ -82,7 +82,7 @@ GENERATED: Mapping[str, str] = {"exact_match": "gsm8k", "pass@1": "humaneval mbp
 """Tasks whose answer a model writes, by their default metric."""
 
 OWN = "own:"
-"""Prefix of the names of tasks of one's own, in a request file and where one is named."""
+"""Prefix of the names of the user's own tasks, in a request file and where a user names such a task."""
 
 GROUPS: Mapping[str, str] = {
     "paper": """

@@ -201,7 +201,7 @@ def test_a_row_of_padding_too_many_is_caught(
     rows = 128 + 1
     plant("VOCABULARY_PADDED", split=lambda hub, _: (name_table.resize_vocabulary(hub, rows),))
     message = refused(tmp_path / "hf", tmp_path, "megatron", capsys)
-    assert "shape [128, 32], but what was written has shape [129, 32]" in message
+    assert "shape [128, 32], but the stored tensor has shape [129, 32]" in message
 
 
 def test_weights_that_are_not_finite_do_not_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
