@@ -39,16 +39,14 @@ TYPES: dict[Any, tuple[str, str]] = {
 """The name of each type, in the singular and the plural."""
 MOST_BYTES = 1 << 20  # of a file that came with a checkpoint
 
-Advice = Callable[[str], str | None]
+Advice = Callable[[str], str | None] | None
 """Takes an unknown name, `section.field` or an argument of the command line; returns the remedy, or None."""
 
 
 # -- from plain values
 
 
-def build(
-    values: Mapping[str, Any], owner: type[Config], prefix: str = "", *, advice: Advice = lambda _name: None
-) -> Config:
+def build(values: Mapping[str, Any], owner: type[Config], prefix: str = "", *, advice: Advice = None) -> Config:
     """Return an instance of a dataclass, made of nested plain values; `~/` in texts is the home directory.
 
     Args:
@@ -63,16 +61,15 @@ def build(
     return msgspec.convert(expand_home(dict(values)), owner)
 
 
-def value_problems(
-    values: Mapping[str, Any], owner: type, prefix: str = "", *, advice: Advice = lambda _name: None
-) -> list[str]:
+def value_problems(values: Mapping[str, Any], owner: type, prefix: str = "", *, advice: Advice = None) -> list[str]:
     """Return one line for each unknown key, each missing one, and each value of a wrong type."""
     hints = get_type_hints(owner)
     problems = []
     for key in values:
         if key not in hints:
+            special_remedy = advice(f"{prefix}{key}") if advice else None
             remedy = did_you_mean(str(key), hints, f"the keys here are {', '.join(hints)}", prefix=prefix)
-            problems.append(f"unknown configuration key {prefix}{key}; {advice(f'{prefix}{key}') or remedy}")
+            problems.append(f"unknown configuration key {prefix}{key}; {special_remedy or remedy}")
     for field in dataclasses.fields(owner):
         name, hint = prefix + field.name, hints[field.name]
         is_section = dataclasses.is_dataclass(hint)
@@ -182,7 +179,7 @@ def read_values(file: Path) -> dict[str, Any]:
     return values
 
 
-def read_overrides(arguments: Sequence[str], *, advice: Advice = lambda _name: None) -> dict[str, Any]:
+def read_overrides(arguments: Sequence[str], *, advice: Advice = None) -> dict[str, Any]:
     """Read `--section.field VALUE` and `--section.field=VALUE`; return the last value of each field by its dotted name.
 
     Args:
@@ -204,7 +201,7 @@ def read_overrides(arguments: Sequence[str], *, advice: Advice = lambda _name: N
                 values[name[2:]] = yaml_value(value)
             except ValueError:
                 raise InputError(f"{name} {value!r} is not a valid YAML value; quote it") from None
-        elif name.startswith("--") and (remedy := advice(name)):
+        elif name.startswith("--") and advice and (remedy := advice(name)):
             problems.append(f"{name!r} is not an override (--section.field VALUE); {remedy}")
         elif name.startswith("--") or not problems:  # a word after a wrong option is probably the option's value
             problems.append(f"{name!r} is not an override; write --section.field VALUE")

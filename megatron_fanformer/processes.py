@@ -37,8 +37,7 @@ def end_with_owner(owner: int | None = None) -> None:
     """
     end_with_parent()
     if owner is None:
-        parent = multiprocessing.parent_process()
-        owner = None if parent is None else parent.pid
+        owner = getattr(multiprocessing.parent_process(), "pid", None)
     if owner != os.getppid():
         os._exit(1)
 
