@@ -12,9 +12,9 @@ from megatron_fanformer import __version__
 from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.plan.communication import communication
-from megatron_fanformer.plan.estimate import GIB, Estimate, check_formats, checkpoint_bytes, for_machine
+from megatron_fanformer.plan.estimate import GIB, Estimate, check_formats, checkpoint_bytes, resolve_for_machine
 from megatron_fanformer.plan.machines import DRIVERS_SHARE, Machine, load_machine
-from megatron_fanformer.plan.search import Findings, judge, laid_out, layout_lines, layout_name, search
+from megatron_fanformer.plan.search import Findings, apply_layout, judge, layout_lines, layout_name, search
 from megatron_fanformer.plan.verb import PlanOptions
 from megatron_fanformer.terminal import Row, plural, show, table
 from megatron_fanformer.train.config import RunConfig, load_config
@@ -29,10 +29,10 @@ class PlanRequest:
 
     options: PlanOptions
     config: RunConfig
-    """The configuration, with fields left to the machine chosen for the requested one."""
+    """The configuration, with fields that it leaves open chosen for `machine`."""
     machine: Machine
     named: list[tuple[str, RunConfig]]
-    """The layouts to judge, by their names; none: search all."""
+    """Pairs of a layout's name and its configuration, to judge; none: search all layouts."""
     tokens: int
 
 
@@ -53,7 +53,7 @@ def plan(options: PlanOptions) -> None:
         show(plan_lines(request, findings))
         if options.report is not None:
             write_atomically(options.report, json.dumps(_report(request, findings), indent=1) + "\n")
-    if findings.best is None:
+    if not any(candidate.fits for candidate in findings.candidates):
         raise InputError("\n".join(_nothing_fits(request, findings)))
 
 
@@ -61,14 +61,14 @@ def read_request(options: PlanOptions) -> PlanRequest:
     """Read the configuration, the machine and the layouts.
 
     Raises:
-        InputError: something of it is wrong; every problem, one line each.
+        InputError: one of these is wrong; the message has a line for each problem.
     """
     machine, config = load_machine(options.gpu), load_config(options.config, options.overrides)
     if problems := config.section_problems(exclude=("data", "parallel")):
         raise InputError("\n".join(problems))
-    asked = _with_length(config, options.tokens)
-    named = [(text, for_machine(laid_out(asked, text), machine)) for text in options.layouts]
-    config = for_machine(asked, machine)
+    config = _state_steps(config, options.tokens)
+    named = [(text, resolve_for_machine(apply_layout(config, text), machine)) for text in options.layouts]
+    config = resolve_for_machine(config, machine)
     check_formats(config, machine)
     if not named and not options.search:
         named = [(layout_name(config, config), config)]
@@ -76,8 +76,8 @@ def read_request(options: PlanOptions) -> PlanRequest:
     return PlanRequest(options=options, config=config, machine=machine, named=named, tokens=tokens)
 
 
-def _with_length(config: RunConfig, tokens: int | None) -> RunConfig:
-    """Return it with a number of steps in place of epochs: by the tokens given, or by the conversations' lengths."""
+def _state_steps(config: RunConfig, tokens: int | None) -> RunConfig:
+    """Return the configuration with steps in place of epochs, for `tokens` or by the lengths of its conversations."""
     if config.training.epochs is None:
         return config
     if tokens is not None:
@@ -88,7 +88,7 @@ def _with_length(config: RunConfig, tokens: int | None) -> RunConfig:
 
 
 def _nothing_fits(request: PlanRequest, findings: Findings) -> Iterator[str]:
-    """Yield a line for each named layout; for a search the largest class, or of legal layouts the smallest's lack."""
+    """Yield the error if no layout fits: a line for each named layout, or one for the whole search."""
     if request.named:
         yield from (f"layout {rejected.example!r}: {rejected.message}" for rejected in findings.rejected)
         return
@@ -98,10 +98,10 @@ def _nothing_fits(request: PlanRequest, findings: Findings) -> Iterator[str]:
 
 
 def plan_lines(request: PlanRequest, findings: Findings) -> Iterator[str]:
-    """Yield the first candidate's memory, time and cost; the other candidates; the rejected layouts."""
+    """Yield the tables: the first candidate's memory, time and cost; the other candidates; the rejected layouts."""
     config, options, machine, shown = request.config, request.options, request.machine, findings.candidates[0]
 
-    def titled(title: str, columns: Row, rows: Iterable[Row], align: str) -> Iterator[str]:
+    def titled_table(title: str, columns: Row, rows: Iterable[Row], align: str) -> Iterator[str]:
         yield from ["", title, *table(columns, rows, align=align)]
 
     yield (
@@ -109,8 +109,8 @@ def plan_lines(request: PlanRequest, findings: Findings) -> Iterator[str]:
         f"{config.training.global_batch_size:,} samples of {config.model.seq_length:,} tokens, on {options.gpus:,} x "
         f"{machine.name}. Predicted, not measured."
     )
-    room = f"{shown.needed_bytes / GIB:.1f} of {machine.usable_bytes / GIB:.1f} GiB"
-    yield from ["", f"{shown.name}: {'fits' if shown.fits else 'does NOT fit'}, {room}"]
+    needed = f"{shown.needed_bytes / GIB:.1f} of {machine.usable_bytes / GIB:.1f} GiB"
+    yield from ["", f"{shown.name}: {'fits' if shown.fits else 'does NOT fit'}, {needed}"]
     stages = [shown.stages[number] for number in sorted({0, shown.heaviest.stage, len(shown.stages) - 1})]
     purposes = dict.fromkeys(purpose for stage in stages for purpose in stage.lines)
     memory = [(purpose, [stage.lines.get(purpose, 0) for stage in stages]) for purpose in purposes]
@@ -118,43 +118,39 @@ def plan_lines(request: PlanRequest, findings: Findings) -> Iterator[str]:
     memory.append(("total", [stage.total_bytes + shown.reserve_bytes for stage in stages]))
     rows = [(purpose, *(f"{size / GIB:.2f}" for size in sizes)) for purpose, sizes in memory]
     columns = ["", *(f"stage {stage.stage}" for stage in stages)]
-    yield from titled("memory of a GPU, GiB", columns, rows, "l" + "r" * len(stages))
+    yield from titled_table("memory of a GPU, GiB", columns, rows, "l" + "r" * len(stages))
     time = shown.time
     parts = sorted(time.parts.items(), key=itemgetter(1), reverse=True)
     rows = [(name, f"{seconds:.3f}", f"{seconds / time.seconds:.1%}") for name, seconds in parts]
     rows.append(("total", f"{time.seconds:.3f}", ""))
-    yield from titled("a training step", ["", "seconds", "share"], rows, "lrr")
-    spent = _cost(request, shown)
-    price = f", price {spent['price']:,.0f}" if "price" in spent else ""
+    yield from titled_table("a training step", ["", "seconds", "share"], rows, "lrr")
+    cost = _cost(request, shown)
+    price = f", price {cost['price']:,.0f}" if "price" in cost else ""
     yield from [
         "",
         f"model FLOPs utilization {time.model_flops_utilization:.1%}, {time.tokens_per_second:,.0f} tokens a second; "
-        f"{request.tokens:,} tokens: {spent['days']:,.2f} days, {spent['gpu_hours']:,.0f} GPU hours{price}; a "
-        f"checkpoint of {spent['checkpoint_bytes'] / 1e9:,.1f} GB",
+        f"{request.tokens:,} tokens: {cost['days']:,.2f} days, {cost['gpu_hours']:,.0f} GPU hours{price}; a "
+        f"checkpoint of {cost['checkpoint_bytes'] / 1e9:,.1f} GB",
         "",
         "the layout, as lines of a configuration (parallel in place of the whole section)",
         *layout_lines(shown.config, config),
     ]
     if len(findings.candidates) > 1:
-        rows = [
-            (
-                candidate.name,
-                f"{candidate.time.seconds:.3f}",
-                f"{candidate.time.model_flops_utilization:.1%}",
-                f"{candidate.needed_bytes / GIB:.1f}",
-                "fits" if candidate.fits else "too large",
-            )
-            for candidate in findings.candidates
-        ]
-        yield from titled("candidates", ["layout", "seconds", "MFU", "GiB", ""], rows, "lrrrl")
+        rows = []
+        for candidate in findings.candidates:
+            speed = f"{candidate.time.seconds:.3f}", f"{candidate.time.model_flops_utilization:.1%}"
+            verdict = "fits" if candidate.fits else "too large"
+            rows.append((candidate.name, *speed, f"{candidate.needed_bytes / GIB:.1f}", verdict))
+        yield from titled_table("candidates", ["layout", "seconds", "MFU", "GiB", ""], rows, "lrrrl")
     yield from ["", f"{plural(findings.judged, 'layout')} judged, {findings.legal:,} legal."]
     if findings.rejected:
         rows = [(f"{rejected.count:,}", rejected.example, rejected.message) for rejected in findings.rejected]
-        yield from titled("rejected", ["layouts", "of them", "by train's message"], rows, "rll")
+        yield from titled_table("rejected", ["layouts", "of them", "by train's message"], rows, "rll")
     yield from ["", *(f"- {sentence}" for sentence in _assumptions(request, shown))]
 
 
 def _assumptions(request: PlanRequest, shown: Estimate) -> Iterator[str]:
+    """Yield sentences on the assumptions and the error of an estimate."""
     machine, precision = request.machine, request.config.precision
     fp8 = f", products in FP8 ({precision.fp8_recipe})" if precision.fp8 else ""
     yield (
@@ -175,8 +171,8 @@ def _cost(request: PlanRequest, shown: Estimate) -> dict[str, float]:
     """Return the days and GPU hours of the steps alone, their price, and the bytes of a checkpoint."""
     hours = request.tokens / shown.time.tokens_per_second / 3600
     gpu_hours, price = hours * shown.job.world_size, request.options.price
-    spent = {"days": hours / 24, "gpu_hours": gpu_hours, "checkpoint_bytes": checkpoint_bytes(shown.job)}
-    return spent if price is None else {**spent, "price": price * gpu_hours}
+    cost = {"days": hours / 24, "gpu_hours": gpu_hours, "checkpoint_bytes": checkpoint_bytes(shown.job)}
+    return cost if price is None else {**cost, "price": price * gpu_hours}
 
 
 def _report(request: PlanRequest, findings: Findings) -> dict[str, Any]:
@@ -201,7 +197,7 @@ def _report(request: PlanRequest, findings: Findings) -> dict[str, Any]:
             }
             for candidate in findings.candidates
         ],
-        # Of one rank of each stage, as the local layers do.
+        # One rank of each stage, with the local layers.
         "communication": [
             {"stage": stage, "ranks": shown.job.group_sizes(stage)[term.group], **term._asdict()}
             for stage in range(shown.job.stages)

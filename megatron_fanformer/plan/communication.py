@@ -1,12 +1,11 @@
 """The bytes that the collectives of one training step move, by formula, for layers of the local spec.
 
-A test counts them on real ranks, with megatron-core 0.16.1 and 0.19.2, and finds exactly these. They are of a step in
-the course of training: 0.19 has one more all-reduce of 4 bytes in a run's first step. The bytes of a collective are
-those of its whole tensor: the sum of a reduction, the output of an all-gather, the input of a reduce-scatter or an
-all-to-all.
+A test counts exactly these bytes on real ranks, with megatron-core 0.16.1 and 0.19.2. (In a run's first step 0.19 has
+one more all-reduce, of 4 bytes.) The bytes of a collective are those of its whole tensor: the sum of a reduction, the
+output of an all-gather, the input of a reduce-scatter or an all-to-all.
 
-Column parallel maps read an input that all tensor parallel ranks need, row parallel maps make one that is a sum over
-them; sequence parallelism shards both along the sequence. `job` has the legend of shapes.
+All tensor parallel ranks need the input of a column parallel map, and the output of a row parallel map is a sum over
+the ranks; sequence parallelism shards both tensors along the sequence. `job` has the legend of shapes.
 """
 
 from collections.abc import Iterator
@@ -20,8 +19,8 @@ NORM_BYTES = 4  # one float32
 JUDGED_NORM_BYTES = 8  # one float64
 REPORT_BYTES = 6 * 8  # sums of losses, tokens and z-losses, and of ranks with each of three interrupts, in float64
 TOKEN_COUNT_BYTES = 4  # one int32
-# Of samples, in int64: whether they could be read; a token's id, label and position. Its weight in the loss, and its
-# document's number, take half a word each.
+# Samples travel as words of int64: one says whether they could be read, three hold a token's id, label and position. A
+# token's weight in the loss, and the number of its document, take half a word each.
 WORD_BYTES, SAMPLE_STATUS_WORDS, SAMPLE_WORDS = 8, 1, 3
 ACTIVATIONS, PRE_ACTIVATION = "activations", "FAN pre-activation"
 
@@ -29,11 +28,11 @@ ACTIVATIONS, PRE_ACTIVATION = "activations", "FAN pre-activation"
 def communication(job: Job, stage: int, rank: int = 0) -> list[Term]:
     """Return the communication of a rank of a pipeline stage in one training step, by purpose.
 
-    All of its ranks do alike, but for the matrices that each owns (`matrix_updates`). A group of one rank moves
-    nothing.
+    All ranks of a stage communicate alike, except that each sends the updates of the matrices that it owns
+    (`matrix_updates`). Groups of one rank move nothing and are left out.
 
     Args:
-        rank: the number among the stage's ranks.
+        rank: the number of the rank within its stage.
 
     Raises:
         ValueError: the layers do not divide evenly over the stages.
@@ -48,10 +47,11 @@ def communication(job: Job, stage: int, rank: int = 0) -> list[Term]:
 
 
 def _terms(job: Job, stage: int, rank: int) -> Iterator[Term]:
+    """Yield a rank's collectives of one training step, those over groups of one rank included."""
     parallel = job.parallel
     chunk_weights = [(chunk, weights(job.model, parallel, chunk)) for chunk in chunks(job.model, parallel, stage)]
-    # Samples come from the rank that reads them, between hosts where the ranks have GPUs. Stages between the ends read
-    # none, unless for the bounds of documents.
+    # One rank reads samples and broadcasts them, over hosts even if ranks have GPUs. Stages between the ends need them
+    # only for the bounds of documents.
     if stage in (0, job.stages - 1) or job.has_document_ids:
         tokens = job.micro_batch_size * job.model.seq_length
         words = SAMPLE_STATUS_WORDS + SAMPLE_WORDS * tokens + -(-(1 + job.has_document_ids) * tokens // 2)
@@ -63,12 +63,10 @@ def _terms(job: Job, stage: int, rank: int) -> Iterator[Term]:
         yield from _pipeline_terms(job, stage)
     for chunk, held in chunk_weights:
         yield from _replica_terms(job, stage, chunk, held)
-    held = [weight for _, held in chunk_weights for weight in held]
-    # Of norms and the FAN map of the `sequence` form each rank saw its part of the sequence; of norms of heads, its
-    # heads.
-    if elements := sum(weight.elements for weight in held if weight.is_partial):
+    stage_weights = [weight for _, held in chunk_weights for weight in held]
+    if elements := sum(weight.elements for weight in stage_weights if weight.is_partial):
         yield Term("tp", "all-reduce", "gradients of replicated weights", elements * job.gradient_bytes)
-    for weight in held:
+    for weight in stage_weights:
         if weight.is_shared:
             yield Term("embd", "all-reduce", "tied embedding gradients", weight.elements * job.gradient_bytes)
     yield from MatrixUpdates(job, stage).terms(rank)
@@ -85,6 +83,7 @@ def _terms(job: Job, stage: int, rank: int) -> Iterator[Term]:
 
 
 def _chunk_terms(job: Job, chunk: Chunk) -> Iterator[Term]:
+    """Yield the tensor and context parallel collectives of a chunk for one micro batch."""
     if chunk.has_embedding:  # each rank looks up its part of the vocabulary; the parts are summed
         yield from (*_sum(job), *_gather(job))
     for term in (*layer_forward(job), *layer_backward(job)):
@@ -94,12 +93,15 @@ def _chunk_terms(job: Job, chunk: Chunk) -> Iterator[Term]:
     if not chunk.has_head:
         return
     yield from _gather(job)
-    # Of each token: its largest logit, its label's and the sum of exponentials, each of a shard of the vocabulary.
+    # Three numbers a token are reduced over the shards of the vocabulary: the largest logit, the label's logit, and the
+    # sum of exponentials.
     statistics = Term("tp", "all-reduce", "vocabulary cross entropy", job.tokens * LOGIT_STATISTIC_BYTES).times(3)
     if job.kernels.chunked_loss_head:
-        # The last two are summed together, of a chunk of tokens at a time. The gradient is taken while the whole input
-        # is still there.
-        yield statistics._replace(calls=2 * job.loss_chunks)
+        # For a chunk of tokens at a time, one call reduces the largest logits, another the two other numbers. Gradients
+        # are computed at once, so the input is not gathered a second time.
+        columns = job.model.padded_vocab_size // job.tensor_ranks
+        chunk_tokens = job.kernels.loss_chunk_tokens(columns, job.element_bytes, on_cpu=job.on_cpu)
+        yield statistics._replace(calls=2 * -(-job.tokens // chunk_tokens))
         yield from _sum(job)
     else:
         yield statistics
@@ -114,7 +116,7 @@ def layer_forward(job: Job) -> Iterator[Term]:
 def layer_backward(job: Job) -> Iterator[Term]:
     """Yield the collectives of one layer's backward, without its recomputation.
 
-    The gradient of a gathered input is summed over the ranks, and the input, of which a part was kept, gathered again.
+    Ranks kept only their parts of a gathered input: it is gathered again, and its gradient is summed over the ranks.
     """
     yield from (*_gather(job), *_sum(job))
     for term in _before_heads(job):
@@ -123,7 +125,7 @@ def layer_backward(job: Job) -> Iterator[Term]:
         yield from _core_attention(job)
     if not job.parallel.exchanges_heads:
         yield Term("cp", "reduce-scatter", "keys and values", _keys_and_values_bytes(job))
-    yield from (*_gather(job), *_gather(job), *_sum(job))  # the first of the gradient of attention's sum
+    yield from (*_gather(job), *_gather(job), *_sum(job))  # the first gathers the gradient of attention's output
     yield from _gather(job, _mlp_output_bytes(job))
 
 
@@ -140,30 +142,32 @@ def layer_recomputation(job: Job) -> Iterator[Term]:
 
 
 def recomputed_layers(job: Job, layers: int) -> int:
-    """Return how many of so many layers are recomputed: all of a chunk, or with method `block` the first few."""
+    """Return how many of a chunk's `layers` layers are recomputed: all, or with method `block` the first few."""
     return min(layers, job.parallel.recompute_num_layers or 0) if job.parallel.recompute_method == "block" else layers
 
 
 def _before_heads(job: Job) -> Iterator[Term]:
-    """Yield the exchanges for a rank's heads, in forward; in backward an all-gather is a reduce-scatter."""
+    """Yield forward's collectives before core attention; in backward their all-gathers become reduce-scatters."""
     model = job.model
     if job.has_column_fan:
-        # p | g of all ranks, k wide, in place of X_F; QKV, whose input is then whole, neither gathers nor sums.
+        # p | g, k wide, is gathered before the activation. Each rank then has all of X_F, so QKV gathers nothing.
         yield Term("tp", "all-gather", PRE_ACTIVATION, job.activation_bytes * model.fan_rows)
     elif model.placement.has_own_values:
-        # A rank made all values of its part of the sequence, [c / T, b, v], and needs its heads' of the whole.
+        # A rank computes all values of its part of the sequence, [c / T, b, v], and needs all tokens' for its heads.
         values_bytes = job.activation_bytes // job.tensor_ranks * model.value_size
         yield Term("tp", "all-to-all", "values, from tokens to heads", values_bytes)
     if model.query_groups < job.tensor_ranks:
         # Megatron gathers the whole output of QKV, and each rank takes its heads out of it.
         yield Term("tp", "all-gather", "QKV of shared groups", job.activation_bytes * model.qkv_rows)
     if job.parallel.exchanges_heads:
-        # Queries, keys and values of a part of the sequence, [c, b, (n + 2 g) / T, d], for a part of the heads.
+        # A rank gives queries, keys and values of its part of the sequence, [c, b, (n + 2 g) / T, d], and gets those of
+        # the whole sequence for a part of the heads.
         heads = model.num_attention_heads + 2 * model.query_groups
         yield Term("cp", "all-to-all", "heads of queries, keys and values", _heads_bytes(job, heads))
 
 
 def _core_attention(job: Job) -> Iterator[Term]:
+    """Yield the collectives of core attention over context parallel ranks, in forward."""
     if job.parallel.exchanges_heads:
         yield Term("cp", "all-to-all", "heads of the context", _heads_bytes(job, job.model.num_attention_heads))
     else:
@@ -176,53 +180,53 @@ def _heads_bytes(job: Job, heads: int) -> int:
 
 
 def _keys_and_values_bytes(job: Job) -> int:
-    """Return the bytes of [s, b, heads, 2 d], of one rank's heads."""
+    """Return the bytes of keys and values of whole samples for one rank's heads, [s, b, heads, 2 d]."""
     model = job.model
     heads = max(1, model.query_groups // job.tensor_ranks)
     return job.micro_batch_size * model.seq_length * heads * 2 * model.kv_channels * job.element_bytes
 
 
 def _mlp(job: Job) -> Iterator[Term]:
+    """Yield the collectives of the MLP's forward."""
     yield from (*_gather(job), *_sum(job, _mlp_output_bytes(job)))
 
 
 def _mlp_output_bytes(job: Job) -> int:
-    """Return the bytes of the second map's output, [c, b, h]; of its p | g, where it is a FAN layer's."""
+    """Return the bytes of the output of the MLP's second map: [c, b, h], or p | g if that map is a FAN layer's."""
     _, (rows, _) = job.model.ffn_maps
     return job.activation_bytes * rows
 
 
 def _gather(job: Job, message_bytes: int | None = None) -> Iterator[Term]:
-    """Yield the gather of a column parallel map's input, [c / T, b, h] of each rank to [c, b, h] unless stated, or of
-    the gradient of a sum, of which each rank has its part of the sequence.
-    """
+    """Yield the all-gather of parts of the sequence, under sequence parallelism alone: to [c, b, h] unless stated."""
     if job.parallel.sequence_parallel:
         yield Term("tp", "all-gather", ACTIVATIONS, message_bytes or job.hidden_bytes)
 
 
 def _sum(job: Job, message_bytes: int | None = None) -> Iterator[Term]:
-    """Yield a sum over the ranks, of [c, b, h] unless stated; under sequence parallelism each rank keeps its part."""
+    """Yield the sum of the ranks' [c, b, h], unless stated; under sequence parallelism each rank keeps a part of it."""
     kind = "reduce-scatter" if job.parallel.sequence_parallel else "all-reduce"
     yield Term("tp", kind, ACTIVATIONS, message_bytes or job.hidden_bytes)
 
 
 def _pipeline_terms(job: Job, stage: int) -> Iterator[Term]:
-    """Yield the sends of every chunk's output to the next one, and of every input gradient back."""
+    """Yield the sends of a stage: every chunk's output to the next chunk, every input gradient to the previous one."""
     parallel, micro_batches = job.parallel, job.num_micro_batches
     sends = parallel.virtual_stages * micro_batches
     # The interleaved schedule does not batch its exchanges; with two stages megatron-core then has the second one send
     # over the group of all ranks, so that both directions run at once.
-    is_apart = parallel.virtual_stages > 1 and job.stages == 2 and stage == 1
-    group = "world" if is_apart else "pp"
+    uses_world_group = parallel.virtual_stages > 1 and job.stages == 2 and stage == 1
+    group = "world" if uses_world_group else "pp"
+    has_last_chunk, has_first_chunk = stage == job.stages - 1, stage == 0
     forward = Term(group, "send", "pipeline activations", job.boundary_bytes)
-    yield forward.times(sends - (stage == job.stages - 1) * micro_batches)
+    yield forward.times(sends - micro_batches if has_last_chunk else sends)
     backward = Term(group, "send", "pipeline gradients", job.boundary_bytes)
-    yield backward.times(sends - (stage == 0) * micro_batches)
+    yield backward.times(sends - micro_batches if has_first_chunk else sends)
 
 
 def _replica_terms(job: Job, stage: int, chunk: Chunk, held: list[Weight]) -> Iterator[Term]:
-    """Yield the sums of gradients over the replicas; with the distributed optimizer each keeps a part, and weights are
-    gathered, after the update or in the next forward.
+    """Yield a chunk's collectives over the replicas: the sum of gradients and, where the distributed optimizer shards
+    the sum, the gathering of updated weights.
     """
     parallel = job.parallel
     is_limited = limits_buckets(parallel, stage, chunk)

@@ -44,17 +44,17 @@ class Estimate:
 
     @property
     def needed_bytes(self) -> int:
-        """Return the bytes of a GPU's memory that the heaviest stage needs."""
+        """Return the bytes that the heaviest stage needs of a GPU's memory."""
         return self.heaviest.total_bytes + self.reserve_bytes
 
     @property
     def fits(self) -> bool:
-        """Return whether a program can have that much of the GPU."""
+        """Return whether every stage fits into the memory that a program can have."""
         return self.needed_bytes <= self.machine.usable_bytes
 
     @property
     def shortage(self) -> str:
-        """Describe the lack of memory of a layout that does not fit."""
+        """Describe how much memory the heaviest stage needs, and how much there is, if the layout does not fit."""
         return (
             f"a GPU of pipeline stage {self.heaviest.stage} needs {self.needed_bytes / GIB:.1f} GiB, "
             f"{self.reserve_bytes / GIB:.1f} of them reserved, but {self.machine.name} has "
@@ -63,10 +63,10 @@ class Estimate:
         )
 
 
-def for_machine(config: RunConfig, machine: Machine) -> RunConfig:
-    """Return the configuration with its open fields chosen for a machine; but overlap depends on the layout.
+def resolve_for_machine(config: RunConfig, machine: Machine) -> RunConfig:
+    """Return the configuration with its open fields chosen for a machine, except overlap, which depends on the layout.
 
-    A known machine is a GPU; a file may also describe the CPUs that a configuration asks for.
+    Every known machine is a GPU. Only a machine from a file can be a CPU, if the configuration's device is cpu.
     """
     on_cpu = config.runtime.device == "cpu" and machine not in known_machines().values()
     kernels, precision = config.kernels, config.precision
@@ -83,7 +83,7 @@ def for_machine(config: RunConfig, machine: Machine) -> RunConfig:
 
 
 def check_formats(config: RunConfig, machine: Machine) -> None:
-    """Raise InputError unless a machine has the number formats and the recipe of a configuration of `for_machine`."""
+    """Raise InputError if a machine lacks the number formats or the FP8 recipe of a resolved configuration."""
     machine.flops_per_second(config.precision.dtype)
     if config.precision.fp8:
         machine.flops_per_second("fp8")
@@ -95,10 +95,9 @@ def check_formats(config: RunConfig, machine: Machine) -> None:
 
 
 def problems(config: RunConfig, gpus: int) -> list[str]:
-    """Return the rules of `train` that a configuration's layout breaks on that many GPUs, one line each.
+    """Return the rules of `train` that a resolved configuration's layout breaks on `gpus` GPUs, one line each.
 
-    Args:
-        config: of `for_machine`, with nothing wrong in sections that no layout changes.
+    The sections that no layout changes must be valid.
     """
     if broken := [*config.parallel.problems(), *config.kernels.problems(), *config.training.problems()]:
         return broken
@@ -110,25 +109,25 @@ def problems(config: RunConfig, gpus: int) -> list[str]:
 
 
 def problems_of_layout(config: RunConfig) -> list[str]:
-    """List those of them that hold for any batch, where each field is valid by itself."""
+    """Return the rules that a layout breaks whatever the batch size; every field must be valid by itself."""
     uses_engine, in_fp32 = config.kernels.transformer_impl == "transformer_engine", config.precision.dtype == "fp32"
     sections = (config.model, config.parallel, config.kernels)
     return [*config.problems_of_layout(), *layer_problems(*sections, uses_engine=uses_engine, in_fp32=in_fp32)]
 
 
 def job_of(config: RunConfig, gpus: int) -> Job:
-    """Return a legal configuration of `for_machine` as the formulas take it."""
+    """Return the input of the formulas for a resolved and legal configuration."""
     replicas = config.parallel.resolve_data_parallel_size(gpus)
     on_cpu = config.runtime.device == "cpu"
-    is_faster = not on_cpu and replicas * config.parallel.context_parallel_size > 1
-    reduces, gathers = config.parallel.resolved_overlaps(is_faster=is_faster)
+    overlap_saves_time = not on_cpu and replicas * config.parallel.context_parallel_size > 1
+    reduces, gathers = config.parallel.resolved_overlaps(is_faster=overlap_saves_time)
     layers: Layers = "local" if config.kernels.transformer_impl == "local" else "transformer_engine"
     parallel = dataclasses.replace(config.parallel, overlap_grad_reduce=reduces, overlap_param_gather=gathers)
     return dataclasses.replace(config, parallel=parallel).job(replicas, layers=layers, on_cpu=on_cpu)
 
 
 def estimate(name: str, config: RunConfig, gpus: int, machine: Machine) -> Estimate:
-    """Return the memory and time of a legal configuration of `for_machine`."""
+    """Return the memory and time of a resolved and legal configuration; `name` is its layout's name."""
     job = job_of(config, gpus)
     stages = tuple(rank_memory(job, stage) for stage in range(job.stages))
     return Estimate(name=name, config=config, job=job, machine=machine, stages=stages, time=step_time(job, machine))

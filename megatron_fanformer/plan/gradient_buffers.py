@@ -7,7 +7,6 @@ by bucket. Source of the rules: `_ParamAndGradBuffer` of megatron-core 0.16.1, a
 
 import itertools
 import math
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -22,21 +21,21 @@ LEAST_BUCKET = 40_000_000  # elements; if the layout names no bucket size
 BUCKET_PER_REPLICA = 1_000_000  # elements; the same, at many replicas
 
 EMBEDDING = "word_embeddings"
-"""Part of the name of an embedding, and of a tied one's second copy."""
+"""Part of an embedding's name; stands for the names of both copies of a tied embedding."""
 
 
 class OptimizerStates(Protocol):
-    """States that an optimizer keeps of each weight, beside the main weight itself.
+    """States that an optimizer keeps for each weight, beside the main weight itself.
 
-    A weight goes by its name in Megatron's modules, a tied embedding's second copy by `EMBEDDING`; norms and biases
-    have one dimension, matrices two.
+    `name` is a weight's name in Megatron's modules, or `EMBEDDING` for the two copies of a tied embedding. Norms and
+    biases have one dimension, matrices two.
     """
 
     def state_bytes(self, name: str, dimensions: int) -> int:
-        """Return the bytes of each element."""
+        """Return the bytes of the states for each element of the weight."""
 
     def takes_whole(self, name: str, dimensions: int) -> bool:
-        """Return whether the update of a weight depends on all of it, so that ranks exchange their parts."""
+        """Return whether the update of an element depends on the whole weight, so that ranks exchange their parts."""
 
 
 class Weight(NamedTuple):
@@ -45,13 +44,13 @@ class Weight(NamedTuple):
     name: str  # in Megatron; a layer's has no layer number
     elements: int
     is_partial: bool = False
-    """True if its gradient is of this rank's part of the sequence, or of its heads, and summed over the tensor parallel
-    ranks."""
+    """True if a tensor parallel rank computes the gradient from its part of the sequence, or its heads, alone: the sum
+    over the ranks is the gradient."""
     is_shared: bool = False  # one of two copies of a tied embedding, on the first and the last stage
 
     @property
     def dimensions(self) -> int:
-        """1 of norms and biases, 2 of matrices."""
+        """Return 1 for norms and biases, 2 for matrices."""
         return 1 if self.name.endswith(("norm.weight", ".bias")) else 2
 
 
@@ -87,7 +86,7 @@ def chunks(model: FANformerConfig, parallel: ParallelConfig, stage: int) -> list
 
 
 def weights(model: FANformerConfig, parallel: ParallelConfig, chunk: Chunk) -> list[Weight]:
-    """Return a tensor parallel rank's weights of a chunk, in the order of Megatron's (local) modules."""
+    """Return the weights of a chunk on one tensor parallel rank, in the order of Megatron's local modules."""
     vocabulary = model.padded_vocab_size // parallel.tensor_model_parallel_size * model.hidden_size
     is_tied = not model.untie_embeddings_and_output_weights
     has_two_copies = is_tied and parallel.pipeline_model_parallel_size > 1
@@ -117,7 +116,7 @@ def layer_weights(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[
     biases = placement.has_fan_mlp and model.fan.bias
     yield Weight("input_layernorm.weight", h, is_partial)
     yield Weight("self_attention.linear_proj.weight", model.num_attention_heads // ranks * model.kv_channels * h)
-    if placement.has_own_values:  # whose attention makes the FAN map first, Megatron's makes QKV
+    if placement.has_own_values:  # its attention has the FAN map before QKV
         yield from (*fan, qkv, *head_norms)
     else:
         yield from (qkv, *head_norms, *(fan if model.has_fan else ()))
@@ -126,7 +125,7 @@ def layer_weights(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[
     if biases:
         yield Weight("mlp.linear_fc1.bias", rows // ranks)
     yield Weight("mlp.linear_fc2.weight", rows_2 * columns_2 // ranks)
-    if biases:  # acts on each rank's tokens
+    if biases:  # whole on each rank, which adds it to its part of the sequence
         yield Weight("mlp.linear_fc2.bias", rows_2, is_partial)
 
 
@@ -139,11 +138,11 @@ class GradientBuffer(NamedTuple):
 
     @property
     def buckets(self) -> list[int]:
-        """Elements of each bucket, padding included, in the order of backward."""
+        """Return the elements of each bucket, padding included, in the order of backward."""
         return [end - before for before, end in itertools.pairwise(self.ends)]
 
     def shard_elements(self, ranks: int, rank: int = 0) -> list[int]:
-        """Return the elements of each weight that one of so many ranks updates: its part of every bucket."""
+        """Return how many elements of each weight a rank updates, if `ranks` ranks share every bucket equally."""
         held, weight = [], 0
         for start, end in itertools.pairwise(self.ends):
             size = (end - start) // ranks
@@ -157,37 +156,37 @@ class GradientBuffer(NamedTuple):
 
 
 def state_bytes(held: Sequence[Weight], elements: Sequence[int], optimizer: OptimizerStates) -> int:
-    """Return the bytes that an optimizer keeps of so many elements of each weight."""
+    """Return the bytes of an optimizer's states for `elements[i]` elements of weight `held[i]`, for all weights."""
     per_element = {
         weight: optimizer.state_bytes(EMBEDDING if weight.is_shared else weight.name, weight.dimensions)
-        for weight in set(held)  # layers have the same
+        for weight in set(held)  # all layers have equal weights
     }
-    return sum(map(operator.mul, map(per_element.__getitem__, held), elements))
+    return sum(per_element[weight] * count for weight, count in zip(held, elements, strict=True))
 
 
 def first_stage_weights(model: FANformerConfig, parallel: ParallelConfig, layers: int) -> list[Weight]:
-    """Return the weights of a rank of the first stage, which has so many layers."""
+    """Return the weights of a rank of the first stage, if that has `layers` layers."""
     is_alone = parallel.pipeline_model_parallel_size == 1
     return weights(model, parallel, Chunk(number=0, layers=layers, has_embedding=True, has_head=is_alone))
 
 
 def first_stage_buckets(model: FANformerConfig, parallel: ParallelConfig, data_parallel_size: int, layers: int) -> int:
-    """Return the number of buckets of a rank of the first stage, which has so many layers; each later chunk is one."""
+    """Return the number of gradient buckets of a rank of the first stage, if that has `layers` layers."""
     held = first_stage_weights(model, parallel, -(-layers // parallel.virtual_stages))
     buffer = gradient_buffer(held, parallel, data_parallel_size, is_limited=bool(parallel.overlap_grad_reduce))
-    return len(buffer.buckets) + parallel.virtual_stages - 1
+    return len(buffer.buckets) + parallel.virtual_stages - 1  # each chunk after the first is one bucket
 
 
 def gradient_buffer(
     held: list[Weight], parallel: ParallelConfig, data_parallel_size: int, *, is_limited: bool
 ) -> GradientBuffer:
-    """Return how a chunk's gradients are laid out.
+    """Return the layout of a chunk's gradients in their buffer.
 
-    Without the distributed optimizer nothing is padded. With it each bucket divides over the ranks that share its
-    state, and a shared embedding has a bucket of its own, so that both copies are sharded alike.
+    The distributed optimizer pads each bucket to divide over the ranks that share its state, and gives a shared
+    embedding a separate bucket, so that both copies are sharded alike. Other optimizers need neither.
 
     Args:
-        is_limited: whether buckets are limited in size (`limits_buckets`), or all of the chunk is one.
+        is_limited: whether the size of buckets is limited (`limits_buckets`); if not, the chunk is one bucket.
     """
     limit = parallel.ddp_bucket_size or max(LEAST_BUCKET, BUCKET_PER_REPLICA * data_parallel_size)
     size = limit if is_limited else math.inf  # elements at which a bucket ends
@@ -196,25 +195,26 @@ def gradient_buffer(
     alignment = WEIGHT_START if is_sharded else 1
     starts, ends, start, bucket_start = [], [0], 0, 0
     for weight in reversed(held):
-        is_alone = weight.is_shared and is_sharded
-        start = _padded(start, alignment)
-        if is_alone and start > bucket_start:
-            bucket_start = start = _padded(start, unit)
+        has_own_bucket = weight.is_shared and is_sharded
+        start = _round_up(start, alignment)
+        if has_own_bucket and start > bucket_start:
+            bucket_start = start = _round_up(start, unit)
             ends.append(start)
         starts.append(start)
         start += weight.elements
-        if is_alone or start - bucket_start >= size:
-            bucket_start = start = _padded(start, unit)
+        if has_own_bucket or start - bucket_start >= size:
+            bucket_start = start = _round_up(start, unit)
             ends.append(start)
     if start > bucket_start:
-        ends.append(_padded(start, unit))
+        ends.append(_round_up(start, unit))
     return GradientBuffer(starts, [weight.elements for weight in reversed(held)], ends)
 
 
 def limits_buckets(parallel: ParallelConfig, stage: int, chunk: Chunk) -> bool:
-    """Return whether a chunk's buckets are limited in size: later stages have time enough to send all at once."""
+    """Return whether a chunk's buckets are limited in size: other chunks have time to send all gradients at once."""
     return bool(parallel.overlap_grad_reduce) and stage == 0 and chunk.number == 0
 
 
-def _padded(number: int, divisor: int) -> int:
+def _round_up(number: int, divisor: int) -> int:
+    """Return the least multiple of `divisor` that is not below `number`."""
     return -(-number // divisor) * divisor

@@ -1,4 +1,4 @@
-"""A training step of a whole layout, the input of the formulas of memory, time and communication; and its model FLOPs.
+"""The job whose memory, time and communication this room predicts: a model in one layout; and the model's FLOPs.
 
 Shapes, here and in `communication`: s tokens per sample, b samples per micro batch, T, C and P tensor, context and
 pipeline parallel ranks, D replicas, h hidden size, k rows of the FAN map ((1 - p_ratio) h), v width of all values;
@@ -42,107 +42,103 @@ class Job:
 
     @property
     def tensor_ranks(self) -> int:
-        """T."""
+        """Return T, the number of tensor parallel ranks."""
         return self.parallel.tensor_model_parallel_size
 
     @property
     def stages(self) -> int:
-        """P."""
+        """Return P, the number of pipeline stages."""
         return self.parallel.pipeline_model_parallel_size
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Return the number of all ranks."""
         return self.parallel.model_parallel_size * self.data_parallel_size
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro batch on one context parallel rank, c b."""
+        """Return the tokens of a micro batch on one context parallel rank, c b."""
         return self.micro_batch_size * self.model.seq_length // self.parallel.context_parallel_size
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of a training step, over all replicas."""
+        """Return the tokens of a training step, over all replicas."""
         return self.model.seq_length * self.micro_batch_size * self.num_micro_batches * self.data_parallel_size
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of an element of a weight, and of an activation."""
+        """Return the bytes of one number of a weight or an activation."""
         return ELEMENT_BYTES[self.precision.dtype]
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of an element of a gradient, as it is added up and reduced."""
+        """Return the bytes of one number of a gradient, in the format in which gradients are added up and reduced."""
         return ELEMENT_BYTES["fp32"] if self.precision.grad_reduce_in_fp32 else self.element_bytes
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes of [c, b, 1]: one number per token of a micro batch on one context parallel rank."""
+        """Return the bytes of [c, b, 1]: one number per token of a micro batch on one context parallel rank."""
         return self.tokens * self.element_bytes
 
     @property
     def hidden_bytes(self) -> int:
-        """Bytes of [c, b, h]."""
+        """Return the bytes of [c, b, h]."""
         return self.activation_bytes * self.model.hidden_size
 
     @property
     def boundary_bytes(self) -> int:
-        """Bytes that a stage sends to the next: [c, b, h], or with sequence parallelism this rank's part."""
+        """Return the bytes that a stage sends to the next: [c, b, h], or this rank's part of the sequence."""
         return self.hidden_bytes // (self.tensor_ranks if self.parallel.sequence_parallel else 1)
 
     @property
-    def loss_chunks(self) -> int:
-        """Chunks that the chunked loss head cuts a micro batch's tokens into."""
-        columns = self.model.padded_vocab_size // self.tensor_ranks
-        return -(-self.tokens // self.kernels.loss_chunk_tokens(columns, self.element_bytes, on_cpu=self.on_cpu))
-
-    @property
     def has_column_fan(self) -> bool:
-        """Whether there is a FAN map, and its rows are sharded over the tensor parallel ranks."""
+        """Return whether there is a FAN map whose rows are sharded over the tensor parallel ranks."""
         return self.model.has_fan and self.parallel.fan_form == "column"
 
     @property
     def fuses_input_norm(self) -> bool:
-        """Whether the input norm is inside the map that reads it, which recomputes it anyway.
+        """Return whether the input norm is computed inside the map that reads it, which recomputes it in backward.
 
-        The Engine fuses it there, and the norm before the MLP always; not a norm in front of the `sequence` form's map.
+        The Engine fuses norms into the maps after them, except the input norm before a FAN map of the `sequence` form.
         """
         return self.layers == "transformer_engine" and (self.has_column_fan or not self.model.has_fan)
 
     @property
     def has_ring(self) -> bool:
-        """Whether context parallel ranks send keys and values in a ring, as the Engine does by default."""
+        """Return whether context parallel ranks send keys and values in a ring, as the Engine does by default."""
         is_sent = self.layers == "transformer_engine" and self.parallel.cp_comm_type in (None, "p2p")
         return is_sent and self.parallel.context_parallel_size > 1
 
     @property
     def gathers_twice(self) -> bool:
-        """Whether context parallel ranks gather keys and values in backward, too, as the Engine does where it has no
-        ring; the local layers keep them.
+        """Return whether context parallel ranks gather keys and values again in backward.
+
+        The Engine does so if it is configured to gather; the local layers keep the gathered keys and values.
         """
         is_engine = self.layers == "transformer_engine" and self.parallel.context_parallel_size > 1
         return is_engine and self.parallel.cp_comm_type == "all_gather"
 
     @property
     def keeps_scores(self) -> bool:
-        """Whether attention is plain products that keep every score: the Engine's, where that is asked for, and in
-        float32, in which it has no other. The local layers' ignores the field.
+        """Return whether attention is plain matrix products, which keep every score for backward.
+
+        The Engine's is plain if `attention_backend` says so, and always in float32; the local layers ignore the field.
         """
         is_plain = self.kernels.attention_backend == "unfused" or self.precision.dtype == "fp32"
         return self.layers == "transformer_engine" and is_plain
 
     @property
     def state_ranks(self) -> int:
-        """Ranks that share the optimizer's state, as "dp_cp", or as a part of that."""
+        """Return the number of ranks that share the optimizer's state."""
         return self.parallel.state_ranks(self.data_parallel_size)
 
     @property
     def state_group(self) -> str:
-        """The group that they are."""
+        """Return the name of the process group of the ranks that share the optimizer's state."""
         return "dp_cp" if self.parallel.num_distributed_optimizer_instances == 1 else "intra_dp_cp"
 
     def group_sizes(self, stage: int) -> dict[str, int]:
-        """Return the ranks of each group of a rank of a stage; of tied embeddings the ends alone have one."""
+        """Return the size of a stage's process groups; only the end stages share tied embeddings (`embd`)."""
         context, instances = self.parallel.context_parallel_size, self.parallel.num_distributed_optimizer_instances
         return {
             "tp": self.tensor_ranks,
@@ -165,7 +161,7 @@ class Job:
 
 
 def forward_flops_per_token(config: FANformerConfig, seq_length: int | None = None) -> int:
-    """Return FLOPs of one token's forward pass, at the mean context of a sample of `seq_length` tokens."""
+    """Return the FLOPs of one token's forward pass, at the mean context of a sample of `seq_length` tokens."""
     h, heads = config.hidden_size, config.num_attention_heads * config.kv_channels
     mlp = sum(rows * columns for rows, columns in config.ffn_maps)
     scores_and_context = 2 * heads * (seq_length or config.seq_length) // 2
@@ -174,5 +170,5 @@ def forward_flops_per_token(config: FANformerConfig, seq_length: int | None = No
 
 
 def training_flops_per_token(config: FANformerConfig, seq_length: int | None = None) -> int:
-    """Return FLOPs of one token's forward and backward pass."""
+    """Return the FLOPs of one token's forward and backward pass."""
     return BACKWARD_AND_FORWARD * forward_flops_per_token(config, seq_length)

@@ -1,4 +1,4 @@
-"""Memory of one layer and of the model's ends: kept from forward to backward, and needed during backward.
+"""The memory of one layer, of the loss head and of the embedding: kept for backward, and needed during backward.
 
 Two implementations are described: the local layers, as torch runs them on a CPU (the simulation measures them there),
 and Transformer Engine's, whose kernels fuse what the CPU does in passes. All sizes are in bytes unless named otherwise.
@@ -19,14 +19,14 @@ ID_BYTES = 8
 
 
 class Rise(NamedTuple):
-    """Memory of an operation, or of a run of them."""
+    """Bytes that an operation, or a sequence of operations, adds."""
 
-    saved: int  # from forward to backward
-    backward: int  # beyond that at the peak of its backward: gradients of inputs, outputs and weight, temporaries
+    saved: int  # kept from forward to backward
+    backward: int  # beside `saved`, at the peak of its backward: gradients of inputs, outputs and weight, temporaries
 
 
 class LayerShapes:
-    """Sizes of a layer of one rank that its operations share."""
+    """Sizes of a layer on one rank that several of the layer's operations need."""
 
     def __init__(self, job: Job) -> None:
         model, parallel = job.model, job.parallel
@@ -35,7 +35,7 @@ class LayerShapes:
         self.is_sharded = parallel.sequence_parallel
         self.part_tokens = job.tokens // self.tensor if self.is_sharded else job.tokens
         self.hidden, self.inner = model.hidden_size, model.ffn_hidden_size // self.tensor
-        # Where query groups are fewer than ranks, each rank has one, and its heads of that.
+        # If there are fewer query groups than ranks, each rank has one group, and some of that group's heads.
         self.groups = max(1, model.query_groups // self.tensor)
         self.heads = model.num_attention_heads // self.tensor
         self.queries, self.values = self.heads * model.kv_channels, self.groups * model.kv_channels
@@ -43,11 +43,12 @@ class LayerShapes:
         self.is_column = parallel.fan_form == "column"
         self.fan_rows = model.fan_rows // self.tensor if self.is_column else model.fan_rows
         self.columns = model.padded_vocab_size // self.tensor
-        # Other layers give autograd a stand-in of the gradient's size; the Engine has one for all of a size.
+        # If products add weight gradients, the Engine gives autograd one dummy for all weights of a shape; the local
+        # layers give a dummy of the gradient's size for each weight.
         self.is_fused = self.is_engine and bool(job.kernels.gradient_accumulation_fusion)
         self.is_fp8 = self.is_engine and job.precision.fp8 is not None
         self.stream = self.part(self.hidden)  # the residual stream, or its gradient
-        self.gathered = self.whole(self.hidden) if self.is_sharded else 0  # that of all ranks, where it is made
+        self.gathered = self.whole(self.hidden) if self.is_sharded else 0  # all ranks' parts of it
         self.vocabulary_weight = self.columns * self.hidden * self.element
         self.statistics = self.part_tokens * FLOAT  # of a norm
 
@@ -59,8 +60,8 @@ class LayerShapes:
         """Return the bytes of [n / T, width]: this rank's part of the sequence, under sequence parallelism."""
         return self.part_tokens * width * self.element
 
-    def of_fan(self, width: int) -> int:
-        """Return the bytes of FAN's outputs: of all tokens in the `column` form, else of this rank's."""
+    def fan_bytes(self, width: int) -> int:
+        """Return the bytes of FAN's outputs: of all tokens in the `column` form, else of this rank's tokens."""
         return self.whole(width) if self.is_column else self.part(width)
 
     def gelu_input_width(self, width: int, p_ratio: float) -> int:
@@ -68,28 +69,29 @@ class LayerShapes:
         return width - 2 * int(p_ratio * width) if self.job.model.fan.activation == "gelu" else 0
 
     def weight_gradient(self, rows: int, columns: int) -> int:
-        """Return the bytes of a weight's gradient before it joins the float32 one; none where the product adds it."""
+        """Return the bytes of a new weight gradient before it is added to the float32 sum; 0 if the product adds it."""
         return 0 if self.is_fused else rows * columns * self.element
 
-    def quantised(self, tokens: int, width: int) -> int:
-        """Return the bytes of one 8-bit copy, with its scales."""
+    def fp8_bytes(self, tokens: int, width: int) -> int:
+        """Return the bytes of an 8-bit copy of [tokens, width], with its scales."""
         numbers = tokens * width
         has_blocks = self.job.precision.fp8_recipe in ("blockwise", "mxfp8")
         return numbers + (numbers // FP8_BLOCK if has_blocks else 0)
 
     def kept_input(self, tokens: int, width: int, *, is_fp8: bool) -> int:
-        """Return the bytes of the input that a linear map keeps for its weight's gradient."""
-        return self.quantised(tokens, width) if is_fp8 else tokens * width * self.element
+        """Return the bytes of the input, [tokens, width], that a linear map keeps for its weight's gradient."""
+        return self.fp8_bytes(tokens, width) if is_fp8 else tokens * width * self.element
 
     def delayed_copy(self, tokens: int, width: int) -> int:
-        """Return the bytes of the 8-bit copy of an input that is kept anyway, where its scale is of past steps."""
+        """Return the bytes of the 8-bit copy that the recipe `delayed` makes of an input that is kept in any case."""
         has_copy = self.is_fp8 and self.job.precision.fp8_recipe == "delayed"
-        return self.quantised(tokens, width) if has_copy else 0
+        return self.fp8_bytes(tokens, width) if has_copy else 0
 
 
 def layer_memory(job: Job) -> Rise:
-    """Return the memory of a layer, as selective recomputation leaves it: the backward of the MLP, which comes first,
-    or that of core attention, when the MLP's tensors are gone.
+    """Return the memory of a layer, without tensors that are recomputed selectively.
+
+    Backward peaks in the MLP, which goes first, or in core attention, when the MLP's tensors are freed.
     """
     shapes = LayerShapes(job)
     mlp, attention = _mlp(shapes), core_attention(shapes)
@@ -106,10 +108,10 @@ def _before_attention(shapes: LayerShapes) -> int:
     if job.fuses_input_norm or not job.parallel.recomputes("layernorm"):
         kept += shapes.statistics + shapes.kept_input(shapes.part_tokens, shapes.hidden, is_fp8=is_fp8)
     if model.has_fan and job.parallel.recomputes("fan"):  # keeps p | g of this rank's rows in place of X_F
-        kept += shapes.of_fan(shapes.fan_rows)
+        kept += shapes.fan_bytes(shapes.fan_rows)
     elif model.has_fan:
         for width, p_ratio in model.fan.outputs(model.hidden_size, model.value_size):
-            kept += shapes.of_fan(width + shapes.gelu_input_width(width, p_ratio))
+            kept += shapes.fan_bytes(width + shapes.gelu_input_width(width, p_ratio))
     if model.has_fan:  # the product's 8-bit copy of X_F
         x_f_tokens = shapes.tokens if shapes.is_column else shapes.part_tokens
         kept += shapes.delayed_copy(x_f_tokens, shapes.hidden)
@@ -121,100 +123,98 @@ def _before_attention(shapes: LayerShapes) -> int:
 def core_attention(shapes: LayerShapes) -> Rise:
     """Return the memory of rotary embedding and core attention."""
     job, context = shapes.job, shapes.whole(shapes.queries)
-    inputs, read, copies = _attention_inputs(shapes)
-    # Of each row of scores the sum of its exponentials; or, without a fused kernel, the softmax of all scores.
+    inputs, kept_inputs, copies = _attention_inputs(shapes)
+    # A fused kernel keeps one number for each row of scores, the sum of exponentials; plain products keep the softmax.
     scores = shapes.whole(shapes.heads * job.model.seq_length) if job.keeps_scores else 0
     kept = scores or shapes.tokens * shapes.heads * FLOAT
     gradients = 2 * context + 2 * shapes.whole(shapes.values if shapes.is_engine else shapes.queries)
-    gradients += 2 * scores  # the softmax's, and from it the scores' own
-    ranks, both = job.parallel.context_parallel_size, shapes.whole(2 * shapes.values)
-    if job.has_ring:  # two buffers of keys and values with their gradients, and the queries' that steps add to
-        gradients += context + 2 * 2 * both
+    gradients += 2 * scores  # of the softmax, and of the scores
+    ranks, keys_and_values = job.parallel.context_parallel_size, shapes.whole(2 * shapes.values)
+    if job.has_ring:  # two buffers of keys and values with their gradients; the sum of the queries' gradients
+        gradients += context + 2 * 2 * keys_and_values
     if job.gathers_twice:
-        # Keys and values of all ranks with their gradients, and those of each of the rank's two chunks, as far as it
-        # sees them.
-        gradients += 2 * ranks * both + both * (2 * ranks + 1) // 2
+        # Keys and values of all ranks with their gradients; and once more the gradients of those keys and values that
+        # the first and the second of the rank's two chunks see.
+        gradients += 2 * ranks * keys_and_values + keys_and_values * (2 * ranks + 1) // 2
     if job.parallel.exchanges_heads:
-        copies += context  # of the heads: the map behind it keeps that of this rank's part of the sequence
+        copies += context  # for this rank's heads; the map after the exchange keeps that for this rank's tokens
     if job.parallel.recomputes("core_attn"):
         return Rise(inputs, shapes.stream + gradients + copies + kept + context)
-    return Rise(read + copies + kept, shapes.stream + gradients)
+    return Rise(kept_inputs + copies + kept, shapes.stream + gradients)
 
 
 def _attention_inputs(shapes: LayerShapes) -> tuple[int, int, int]:
-    """Return the bytes of attention's inputs, of those that it keeps, and of the copies that it keeps."""
+    """Return the bytes of attention's inputs, of the inputs that it keeps, and of copies that it keeps instead."""
     job, queries, keys = shapes.job, shapes.whole(shapes.queries), shapes.whole(shapes.values)
     values, is_view = _kept_values(shapes)
     inputs = queries + keys + values
-    if job.has_ring:  # whose first buffer is a copy of keys and values
+    if job.has_ring:  # the first buffer is a copy of keys and values
         return inputs, queries, 2 * keys
     if shapes.is_engine:  # it copies values that are a view
         return (inputs, queries + keys, keys) if is_view else (inputs, inputs, 0)
     ranks, is_grouped = job.parallel.context_parallel_size, shapes.queries > shapes.values
     if ranks > 1 and not job.parallel.exchanges_heads:
-        # Local attention goes through the rank's two chunks in turn. It keeps keys and values of all ranks, or repeated
-        # as far as each chunk sees them, and each chunk's output, beside the two together.
-        seen = 2 * queries * (2 * ranks + 1) // 2 if is_grouped else ranks * 2 * keys
-        return inputs, queries, seen + queries
-    return inputs, queries if is_grouped else inputs, 2 * queries if is_grouped else 0  # repeated for shared heads
+        # Local attention computes the rank's two chunks one after the other. It keeps the output of each chunk beside
+        # their joined output, and keys and values: all ranks', or for grouped queries those that each chunk sees,
+        # repeated for the heads.
+        visible = 2 * queries * (2 * ranks + 1) // 2 if is_grouped else ranks * 2 * keys
+        return inputs, queries, visible + queries
+    return (inputs, queries, 2 * queries) if is_grouped else (inputs, inputs, 0)  # groups are repeated for the heads
 
 
 def _kept_values(shapes: LayerShapes) -> tuple[int, bool]:
-    """Return the bytes of the tensor that values lie in, unless FAN keeps it, and whether they are a view of it."""
+    """Return the bytes of the tensor that holds the values, 0 if FAN keeps it, and whether they are a view of it."""
     if shapes.job.parallel.exchanges_heads:  # queries, keys and values of the exchange are one tensor
         return shapes.whole(shapes.queries + 2 * shapes.values), True
     if not shapes.job.model.placement.has_own_values:
-        return _qkv_output(shapes), True
+        # QKV's output. With fewer query groups than ranks it is gathered from all ranks.
+        outputs = shapes.tensor if shapes.job.model.query_groups < shapes.tensor else 1
+        return outputs * shapes.whole(shapes.qkv), True
     if shapes.job.parallel.recomputes("fan") or not shapes.is_column:
         return shapes.whole(shapes.values), False
     return 0, shapes.tensor > 1
 
 
-def _qkv_output(shapes: LayerShapes) -> int:
-    """Return the bytes of QKV's output: of all ranks, where query groups are fewer than they."""
-    return shapes.whole(shapes.qkv) * (shapes.tensor if shapes.job.model.query_groups < shapes.tensor else 1)
-
-
 def _mlp(shapes: LayerShapes) -> Rise:
-    """Return the memory of norm and MLP. (The Engine's norm and its statistics are inside the first map.)"""
+    """Return the memory of the MLP and of the norm before it, which the Engine fuses into the first map."""
     parallel, has_fan_mlp = shapes.job.parallel, shapes.job.model.placement.has_fan_mlp
     norm = shapes.stream + (0 if shapes.is_engine else shapes.statistics)
     operations = list(_fan_mlp(shapes) if has_fan_mlp else _swiglu_mlp(shapes))
-    first, kept_by_all = operations[0].saved, sum(operation.saved for operation in operations)
-    held = peak = kept_by_all
+    norm_output, saved_by_all = operations[0].saved, sum(operation.saved for operation in operations)
+    held = peak = saved_by_all
     for saved, backward in reversed(operations):
         peak = max(peak, held + backward)
         held -= saved
-    kept = kept_by_all
-    if parallel.recomputes("mlp"):  # but for the norm's output
-        kept = 0 if shapes.is_engine else first
+    kept = saved_by_all
+    if parallel.recomputes("mlp"):  # from the norm's output
+        kept = 0 if shapes.is_engine else norm_output
     if parallel.recomputes("layernorm") and not shapes.is_engine:
-        norm, kept = shapes.stream, kept - first
-    again = kept_by_all - kept
+        norm, kept = shapes.stream, kept - norm_output
+    recomputed = saved_by_all - kept
     if parallel.recomputes("mlp") and not has_fan_mlp:
-        again += shapes.stream  # the MLP's output, which FAN's backward reads and so keeps anyway
-    # The norm's backward: gradients of its input and output; on a CPU one, and copies in float32.
+        recomputed += shapes.stream  # the MLP's output; a FAN layer's is among `saved`, since its backward reads it
+    # The norm's backward: gradients of its input and output; on a CPU one of them, and copies in float32.
     on_cpu = shapes.job.on_cpu and not shapes.is_engine
     numbers = shapes.element + (3 if shapes.element < FLOAT else 2) * FLOAT if on_cpu else 2 * shapes.element
     norm_backward = shapes.stream + shapes.part_tokens * shapes.hidden * numbers
-    return Rise(norm + kept, max(again + peak - kept_by_all, norm_backward - kept))
+    return Rise(norm + kept, max(recomputed + peak - saved_by_all, norm_backward - kept))
 
 
 def _swiglu_mlp(shapes: LayerShapes) -> Iterator[Rise]:
-    """Yield the first map, which keeps the norm's output, SwiGLU, and the second map."""
+    """Yield the memory of the first map, of SwiGLU, and of the second map."""
     stream, inner = shapes.stream, shapes.inner
     yield _first_map(shapes, 2 * inner)
     yield Rise(shapes.whole(2 * inner), stream + shapes.whole(3 * inner))
-    gradient_copies = 2 * shapes.quantised(shapes.tokens, shapes.hidden) if shapes.is_fp8 else 0
+    gradient_copies = 2 * shapes.fp8_bytes(shapes.tokens, shapes.hidden) if shapes.is_fp8 else 0
     weight = shapes.weight_gradient(shapes.hidden, inner)
     kept = shapes.kept_input(shapes.tokens, inner, is_fp8=shapes.is_fp8)
     yield Rise(kept, stream + shapes.gathered + shapes.whole(inner) + weight + gradient_copies)
 
 
 def _fan_mlp(shapes: LayerShapes) -> Iterator[Rise]:
-    """Yield the first map and its features, the second map and its features.
+    """Yield the memory of the first map, of its FAN features, of the second map, and of its FAN features.
 
-    Each layer keeps its features alone, which the second map reads, and g in front of a GELU.
+    A FAN layer keeps its features, and g if a GELU reads that.
     """
     stream, inner, hidden = shapes.stream, shapes.inner, shapes.hidden
     (rows, _), (rows_2, _) = shapes.job.model.ffn_maps
@@ -228,15 +228,15 @@ def _fan_mlp(shapes: LayerShapes) -> Iterator[Rise]:
 
 
 def _first_map(shapes: LayerShapes, rows: int) -> Rise:
-    """Return the memory of a column parallel map of so many rows of this rank, which reads the norm's output.
+    """Return the memory of the MLP's first map, with `rows` rows on this rank, which keeps the norm's output.
 
-    Under sequence parallelism the input is gathered once more, and of its gradient, a sum, a part is kept.
+    Under sequence parallelism backward gathers the input again, and keeps a part of the sum of the input's gradients.
     """
     saved = shapes.kept_input(shapes.part_tokens, shapes.hidden, is_fp8=shapes.is_fp8)
     gradients = shapes.stream + shapes.whole(rows + shapes.hidden) + shapes.weight_gradient(rows, shapes.hidden)
     if shapes.is_sharded:
         gradients += shapes.stream + (shapes.gathered if shapes.is_engine else 0)  # the local layers have a buffer
-    gradient_copies = 2 * shapes.quantised(shapes.tokens, rows) if shapes.is_fp8 else 0
+    gradient_copies = 2 * shapes.fp8_bytes(shapes.tokens, rows) if shapes.is_fp8 else 0
     return Rise(saved + (shapes.statistics if shapes.is_engine else 0), gradients + gradient_copies)
 
 
@@ -244,20 +244,21 @@ def _first_map(shapes: LayerShapes, rows: int) -> Rise:
 
 
 def loss_head(shapes: LayerShapes) -> Rise:
-    """Return the memory of final norm and head.
+    """Return the memory of the final norm and the loss head.
 
-    `saved` is kept by the final norm, `backward` the most that is held beside that, in forward or in backward.
+    The final norm keeps `saved`; `backward` is the most that the head holds beside it, in forward or in backward.
     """
     job, element, hidden, columns = shapes.job, shapes.element, shapes.hidden, shapes.columns
     saved = shapes.stream + shapes.statistics
     if not job.kernels.chunked_loss_head:
-        # Megatron's: logits of all tokens, a float32 copy that becomes softmax and gradient, and that in bf16.
+        # Megatron's head: logits of all tokens; a float32 copy, overwritten by the softmax, then the gradient; and the
+        # gradient in bf16.
         logits = shapes.whole(columns) if element < FLOAT else 0
         softmax = shapes.tokens * columns * FLOAT
         products = shapes.whole(hidden) + (shapes.stream if shapes.is_sharded else 0)
         products += shapes.weight_gradient(columns, hidden)
         return Rise(saved, shapes.stream + max(softmax + logits, (logits or softmax) + products))
-    # Its gradients are taken in forward; backward gets them, with a stand-in for the weight's.
+    # The chunked head computes gradients in forward; backward returns the input's, and a dummy for the weight's.
     chunk = min(shapes.tokens, job.kernels.loss_chunk_tokens(columns, element, on_cpu=job.on_cpu))
     scaled = chunk * hidden * (FLOAT + element if element < FLOAT else FLOAT)  # the hidden states, times a factor each
     forward = shapes.stream + shapes.gathered + shapes.whole(hidden) + chunk * columns * element + scaled
@@ -265,15 +266,15 @@ def loss_head(shapes: LayerShapes) -> Rise:
     return Rise(saved, max(forward, shapes.stream + (0 if is_tied_here else shapes.vocabulary_weight)))
 
 
-def embedding_backward(shapes: LayerShapes, *, has_heads: bool) -> int:
-    """Return the bytes of the gradient of the rank's rows, in the type of weights, beside the tokens' of it.
+def embedding_backward(shapes: LayerShapes, *, has_head: bool) -> int:
+    """Return the bytes of the embedding's backward: gradients of the tokens' vectors and of the rank's rows.
 
     Args:
-        has_heads: whether the head is here, too. If it is tied, autograd adds its gradient to the embedding's (out of
-            place, where tensors are tracked), or a stand-in; the chunked head gives autograd none.
+        has_head: whether the rank has the loss head, too. Autograd adds a tied head's gradient, or its dummy, out of
+            place to the embedding's; from the chunked head it gets neither.
     """
-    passes = 1 if shapes.tensor == 1 else 2  # those of other ranks' tokens are zeroed in a copy
+    passes = 1 if shapes.tensor == 1 else 2  # a copy has zeros for tokens of other ranks' rows
     tokens, rows = shapes.stream + passes * shapes.whole(shapes.hidden), shapes.vocabulary_weight
     job = shapes.job
-    is_added = has_heads and not (job.model.untie_embeddings_and_output_weights or job.kernels.chunked_loss_head)
+    is_added = has_head and not (job.model.untie_embeddings_and_output_weights or job.kernels.chunked_loss_head)
     return max(tokens + 2 * rows, 3 * rows) if is_added else tokens + rows

@@ -1,4 +1,4 @@
-"""The bytes of live tensors, and their peak: of a simulated rank, and of the experiments' models on a CPU."""
+"""Counts the bytes of live tensors, and their peak, on simulated ranks and in the experiments' models on a CPU."""
 
 import weakref
 from typing import Any
@@ -49,13 +49,14 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def _note(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage that is new, or has a new size, until it is freed."""
         address, size = storage._cdata, storage.nbytes()
-        before = self._sizes.get(address)
-        if before is None:
+        old_size = self._sizes.get(address)
+        if old_size is None:
             self._references[address] = weakref.ref(storage, lambda _: self._forget(address))
-        if before != size:
+        if size != old_size:
             self._sizes[address] = size
-            self.held_bytes += size - (before or 0)
+            self.held_bytes += size - (old_size or 0)
             self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
     def _forget(self, address: int) -> None:

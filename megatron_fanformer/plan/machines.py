@@ -19,8 +19,8 @@ LIKE = "like"
 LINKS = ("domain", "network")
 DRIVERS_SHARE = 0.01
 """Share of a chip's memory that CUDA does not give to programs: an assumption."""
-MEASURED = "machine"  # where a report of tools/bench_train.py has it
-MAY_BE_ZERO = ("_seconds", "overlap", "relative_error")  # ends of names
+MEASURED = "machine"  # the key under which a report of tools/bench_train.py has its machine
+MAY_BE_ZERO = ("_seconds", "overlap", "relative_error")  # endings of fields' names
 SHARES = ("efficiency", "overlap")
 
 
@@ -35,7 +35,7 @@ class Link:
 
     @property
     def rate(self) -> float:
-        """Bytes per second that collectives reach."""
+        """Return the bytes per second that collectives reach."""
         return self.bytes_per_second * self.efficiency
 
 
@@ -87,7 +87,7 @@ class Machine:
 
     @property
     def memory_rate(self) -> float:
-        """Bytes per second that element-wise kernels reach."""
+        """Return the bytes per second that element-wise kernels reach."""
         return self.memory_bytes_per_second * self.memory_efficiency
 
     @property
@@ -124,7 +124,7 @@ class Machine:
 @functools.cache
 def known_machines() -> dict[str, Machine]:
     """Return the machines of this package by their short names."""
-    return {name: machine_of(values, name) for name, values in _known_values().items()}
+    return {name: build_machine(values, name) for name, values in _known_values().items()}
 
 
 @functools.cache
@@ -133,7 +133,7 @@ def _known_values() -> dict[str, dict[str, Any]]:
 
 
 def machine_of_device(name: str) -> Machine | None:
-    """Return the known machine whose chip torch calls so; None if there is none."""
+    """Return the known machine whose chip torch calls `name`; None if there is none."""
     return next((machine for machine in known_machines().values() if name in machine.devices), None)
 
 
@@ -143,7 +143,7 @@ def load_machine(name_or_file: str) -> Machine:
     A file has the fields of `Machine`, or those that differ and `like: NAME`, of which it takes the others.
 
     Raises:
-        InputError: there is neither; or the file does not describe a machine, every problem on a line.
+        InputError: there is no such machine or file, or the file describes no machine; one line for each problem.
     """
     if machine := known_machines().get(name_or_file.lower()):
         return machine
@@ -161,12 +161,13 @@ def load_machine(name_or_file: str) -> Machine:
         values = values.get(MEASURED, values)
     if not isinstance(values, Mapping):
         raise InputError(f"{name_or_file} holds no fields of a machine, such as name; see docs/planning.md")
-    return machine_of(values, name_or_file)
+    return build_machine(values, name_or_file)
 
 
-def machine_of(values: Mapping[str, Any], source: str) -> Machine:
-    """Return the machine that plain values describe, with those of the one that it is `like`; `source` names them in
-    errors.
+def build_machine(values: Mapping[str, Any], source: str) -> Machine:
+    """Build a machine from plain values, and from the known machine that `like` names where they lack a field.
+
+    Raises InputError if the values describe no machine; every line of the message begins with `source`.
     """
     fields = {key: value for key, value in values.items() if key != LIKE}
     if LIKE in values:

@@ -1,4 +1,4 @@
-"""Updates of whole matrices, as Muon's are: the rank that computes each, its communication and memory.
+"""Updates of whole matrices, as Muon computes them: the rank that updates each matrix, communication and memory.
 
 A stage's tensor parallel and data parallel ranks hold a matrix in parts. Each matrix has one rank that owns it: it gets
 the parts of the others, computes the update of the whole, and sends their parts back. So ranks share the work, and the
@@ -31,7 +31,7 @@ BY_MUON = "is_orthogonalized"
 
 
 class Term(NamedTuple):
-    """Collectives of one purpose."""
+    """The collectives of one purpose."""
 
     group: str
     kind: str
@@ -41,7 +41,7 @@ class Term(NamedTuple):
     calls: int = 1
 
     def times(self, number: int) -> "Term":
-        """Return the same, that many times over."""
+        """Return the term repeated `number` times."""
         return self._replace(message_bytes=self.message_bytes * number, calls=self.calls * number)
 
 
@@ -50,23 +50,23 @@ class Matrix(NamedTuple):
 
     rows: int
     columns: int
-    part_rows: tuple[int, ...]  # of the parts that are orthogonalized each by itself
+    part_rows: tuple[int, ...]  # of each part that is orthogonalized by itself
     is_replicated: bool  # whether every tensor parallel rank holds it whole
 
     @property
     def flops(self) -> int:
-        """Return the FLOPs of its Newton-Schulz steps."""
+        """Return the FLOPs of the matrix's Newton-Schulz steps."""
         return sum(newton_schulz_flops(rows, self.columns) for rows in self.part_rows)
 
 
 def newton_schulz_flops(rows: int, columns: int) -> int:
-    """Return the FLOPs of the three products of each step."""
+    """Return the FLOPs of the Newton-Schulz steps of a matrix, three products in each."""
     short, long = sorted((rows, columns))
     return NEWTON_SCHULZ_STEPS * 2 * (2 * short * short * long + short**3)
 
 
 def owners(flops: Sequence[int], ranks: int) -> list[int]:
-    """Return the rank that owns each matrix: the largest first, each to the rank with the least."""
+    """Assign an owner to each matrix, from the most FLOPs down: the rank that has the fewest FLOPs so far."""
     loads, owner = [(0, rank) for rank in range(ranks)], [0] * len(flops)
     for matrix in sorted(range(len(flops)), key=lambda matrix: (-flops[matrix], matrix)):
         load, owner[matrix] = loads[0]
@@ -75,7 +75,7 @@ def owners(flops: Sequence[int], ranks: int) -> list[int]:
 
 
 def rounds(owner: Sequence[int]) -> list[list[int]]:
-    """Return the matrices by round, of which each rank owns one at most: those that are held at a time."""
+    """Group matrices into rounds that are updated one after the other; a rank owns at most one matrix of a round."""
     by_round: list[list[int]] = []
     owned = Counter[int]()
     for matrix, rank in enumerate(owner):
@@ -87,7 +87,7 @@ def rounds(owner: Sequence[int]) -> list[list[int]]:
 
 
 class MatrixUpdates:
-    """The matrices of a stage, in the order of its modules, and who owns them."""
+    """The matrices of a stage, in the order of its modules, and the rank that owns each."""
 
     def __init__(self, job: Job, stage: int) -> None:
         parallel = job.parallel
@@ -111,19 +111,19 @@ class MatrixUpdates:
 
     @property
     def busiest_flops(self) -> int:
-        """Return the FLOPs of the rank that has most to compute."""
+        """Return the FLOPs of the rank with the most work."""
         loads = Counter[int]()
         for flops, rank in zip(self._flops, self._owner, strict=True):
             loads[rank] += flops
         return max(loads.values(), default=0)
 
     def terms(self, rank: int) -> Iterator[Term]:
-        """Yield the sends of a rank of the stage: its parts of matrices to their owners, and the parts of its matrices
-        to the ranks that hold them.
+        """Yield the sends of a rank: gradients of its parts of matrices to the matrices' owners, and updates of the
+        matrices that it owns to the ranks that hold parts of them.
         """
         if not self.matrices or self._ranks == 1:
             return
-        rank %= self._ranks  # replicas that share nothing do alike
+        rank %= self._ranks  # replicas with the same parts do the same
         tensor, replica = rank % self._tensor, rank // self._tensor
         sent = returned = 0
         for matrix, elements, owner in zip(self.matrices, self._pieces(replica), self._owner, strict=True):
@@ -136,21 +136,21 @@ class MatrixUpdates:
         yield Term(self._group, "all-to-all", "updates of matrices", returned * self._element_bytes, calls)
 
     def working_bytes(self) -> int:
-        """Return the most bytes that the first rank holds beside states: of a round's matrices its parts of the
-        momenta's sums; of the one that it owns the whole, two steps of it, and two products with itself.
+        """Return the most bytes that the first rank needs in a round, beside the optimizer's states: parts of momentum
+        sums of the round's matrices; copies of the matrix that the rank owns, and two products of it with itself.
         """
         pieces, most = list(self._pieces(0)), 0
         for numbers in rounds(self._owner):
             held = MAIN_BYTES * sum(pieces[number] for number in numbers)
             for matrix in (self.matrices[number] for number in numbers if self._owner[number] == 0):
-                copies = 2 + (self._ranks > 1)
+                copies = 2 if self._ranks == 1 else 3  # two steps of the iteration; the matrix that it received
                 short = max(min(rows, matrix.columns) for rows in matrix.part_rows)
                 held += self._element_bytes * (copies * matrix.rows * matrix.columns + 2 * short * short)
             most = max(most, held)
         return most
 
     def _pieces(self, replica: int) -> Iterator[int]:
-        """Yield the elements that a data parallel rank holds of a tensor parallel rank's part of each matrix."""
+        """Yield, for each matrix, how many elements of a tensor parallel rank's part one of its replicas holds."""
         job = self._job
         for chunk, held in self._chunks:
             is_limited = limits_buckets(job.parallel, self._stage, chunk)
@@ -162,9 +162,11 @@ class MatrixUpdates:
 
 
 def _matrix(model: FANformerConfig, weight: Weight, tensor: int) -> Matrix:
+    """Return the whole matrix of a weight of one of `tensor` tensor parallel ranks."""
     tensor_of_layer = model.placement.tensor(weight.name)
     *_, columns = (size.value(model) for size in tensor_of_layer.shape)
     rows = weight.elements * (1 if weight.is_partial else tensor) // columns  # of both FAN maps, where there are two
     heads_of_group = model.num_attention_heads // model.query_groups
-    of_group = tensor_of_layer.rows_of_group(heads_of_group, model.kv_channels)
-    return Matrix(rows, columns, tuple(model.query_groups * part for part in of_group) or (rows,), weight.is_partial)
+    group_rows = tensor_of_layer.rows_of_group(heads_of_group, model.kv_channels)
+    part_rows = tuple(model.query_groups * part for part in group_rows) or (rows,)
+    return Matrix(rows, columns, part_rows, weight.is_partial)

@@ -76,7 +76,7 @@ class MemorySnapshot(NamedTuple):
 
 
 def rank_memory(job: Job, stage: int) -> RankMemory:
-    """Return the memory of a rank of a pipeline stage; all ranks of it hold alike, but for padding.
+    """Return the memory of the first rank of a pipeline stage; the stage's other ranks differ by padding alone.
 
     Raises:
         ValueError: the layers do not divide evenly over the stages.
@@ -100,7 +100,7 @@ def reserve_bytes(job: Job, tensor_bytes: int) -> int:
     CPU.
 
     Args:
-        tensor_bytes: of a rank by formula, which may be too low by its error.
+        tensor_bytes: bytes of a rank's tensors by formula; the reserve covers the formula's error, too.
     """
     return 0 if job.on_cpu else ALLOCATOR_BYTES + CONTEXT_BYTES + round(TENSORS_ERROR * tensor_bytes)
 
@@ -109,12 +109,15 @@ def reserve_bytes(job: Job, tensor_bytes: int) -> int:
 
 
 class _ChunkWeights(NamedTuple):
+    """The weights of a chunk on one rank."""
+
     weights: list[Weight]
     buffered: int  # elements of the gradient buffer, padding included
     updated: list[int]  # elements of each weight that the rank updates, last weight first, as in the buffer
 
 
 def _chunk_weights(job: Job, stage: int, chunk: Chunk) -> _ChunkWeights:
+    """Count the elements of a chunk's weights in the gradient buffer, and those that the rank updates."""
     held, is_limited = weights(job.model, job.parallel, chunk), limits_buckets(job.parallel, stage, chunk)
     buffer = gradient_buffer(held, job.parallel, job.data_parallel_size, is_limited=is_limited)
     is_sharded = job.parallel.use_distributed_optimizer
@@ -123,14 +126,14 @@ def _chunk_weights(job: Job, stage: int, chunk: Chunk) -> _ChunkWeights:
 
 
 def _states(job: Job, chunk_weights: list[_ChunkWeights]) -> dict[str, int]:
-    """Return weights and gradients with their buffers' padding, and this rank's part of the optimizer's state."""
+    """Return the bytes of weights and gradients, padding included, and of this rank's part of the optimizer's state."""
     buffered = sum(chunk.buffered for chunk in chunk_weights)
     updated = sum(sum(chunk.updated) for chunk in chunk_weights)
     # The distributed optimizer gathers weights in a buffer that is laid out as the gradients' is.
     is_sharded = job.parallel.use_distributed_optimizer
-    weighed = buffered if is_sharded else sum(weight.elements for chunk in chunk_weights for weight in chunk.weights)
+    elements = sum(weight.elements for chunk in chunk_weights for weight in chunk.weights)
     return {
-        "weights": weighed * job.element_bytes,
+        "weights": (buffered if is_sharded else elements) * job.element_bytes,
         "gradients": buffered * job.gradient_bytes,
         "main weights": updated * MAIN_WEIGHT_BYTES if job.element_bytes < FLOAT else 0,
         "moments": sum(state_bytes(chunk.weights[::-1], chunk.updated, job.optimizer) for chunk in chunk_weights),
@@ -138,10 +141,10 @@ def _states(job: Job, chunk_weights: list[_ChunkWeights]) -> dict[str, int]:
 
 
 def _buffers(shapes: LayerShapes, stage: int, held: list[Chunk]) -> dict[str, int]:
-    """Return the buffers of layers and schedule, beside weights and activations."""
+    """Return the bytes of the buffers that layers and schedule keep from step to step, by purpose."""
     job, lines = shapes.job, dict[str, int]()
     if shapes.is_engine:
-        if job.precision.fp8:  # of every linear map, made once a step
+        if job.precision.fp8:  # every linear map's weight is copied once a step
             lines["FP8 copies of weights"] = FP8_COPIES * sum(
                 weight.elements * sum(chunk.layers for chunk in held)
                 for weight in layer_weights(job.model, job.parallel)
@@ -158,7 +161,7 @@ def _buffers(shapes: LayerShapes, stage: int, held: list[Chunk]) -> dict[str, in
 
 
 def _dummy_gradients(shapes: LayerShapes, held: list[Chunk]) -> int:
-    """Return the bytes of the one tensor of each shape that autograd gets where products add weight gradients."""
+    """Return the bytes of the dummies, one for each shape of a weight, that autograd gets if products add gradients."""
     if not shapes.is_fused:
         return 0
     hidden = shapes.hidden
@@ -174,14 +177,15 @@ def _dummy_gradients(shapes: LayerShapes, held: list[Chunk]) -> int:
 
 
 def _snapshots(shapes: LayerShapes, stage: int, held: list[Chunk]) -> Iterator[MemorySnapshot]:
+    """Yield the moments of forward and backward at which memory may peak."""
     job, layer = shapes.job, layer_memory(shapes.job)
     rises = [_chunk_rise(shapes, layer, chunk.layers) for chunk in held]
-    # Passes alive when the first one goes back: the interleaved schedule takes as many micro batches through a chunk,
-    # before the next, as there are stages.
+    # The forward passes whose activations are held when the first backward begins. The interleaved schedule runs as
+    # many micro batches through one chunk, before the next, as there are stages.
     passes = min(_passes_ahead(job, stage) + 1, len(held) * job.num_micro_batches)
     alive = Counter(number // job.stages % len(held) for number in range(passes))
     kept = sum(number * rises[chunk].saved for chunk, number in alive.items())
-    # The schedule holds on to the last gradient that it sent back, and in forward also to the input that it is of.
+    # The schedule keeps the last input gradient that it sent back and, in forward, the input of that gradient, too.
     sent = shapes.stream if stage > 0 and len(held) == 1 else 0
     for chunk, rise in zip(held, rises, strict=True):
         yield MemorySnapshot("backward of a layer", kept, rise.backward + sent)
@@ -189,29 +193,30 @@ def _snapshots(shapes: LayerShapes, stage: int, held: list[Chunk]) -> Iterator[M
             head = loss_head(shapes)
             yield MemorySnapshot("loss head", kept + head.saved, head.backward + 2 * sent)
         if chunk.has_embedding:
-            gradient = embedding_backward(shapes, has_heads=chunk.has_head)
+            gradient = embedding_backward(shapes, has_head=chunk.has_head)
             yield MemorySnapshot("gradient of the embedding", kept - rise.saved, gradient)
 
 
 def _update(job: Job, stage: int, chunk_weights: list[_ChunkWeights]) -> MemorySnapshot:
-    """Return the update: float32 copies of gradients that are not, and the fullest update of a matrix."""
+    """Return the memory of the update: float32 copies of narrower gradients, and working memory for matrices."""
     updated = sum(sum(chunk.updated) for chunk in chunk_weights)
-    of_matrices = MatrixUpdates(job, stage).working_bytes()
-    name = "update of a matrix" if of_matrices else "update"
-    return MemorySnapshot(name, 0, (FLOAT * updated if job.gradient_bytes < FLOAT else 0) + of_matrices)
+    gradient_copies = FLOAT * updated if job.gradient_bytes < FLOAT else 0
+    matrices = MatrixUpdates(job, stage).working_bytes()
+    return MemorySnapshot("update of a matrix" if matrices else "update", 0, gradient_copies + matrices)
 
 
 def _passes_ahead(job: Job, stage: int) -> int:
-    """Return the forward passes of chunks that a stage takes before one goes forward and one back in turns."""
+    """Return how many forward passes of chunks a stage runs before forward and backward passes alternate."""
     later, virtual = job.stages - 1 - stage, job.parallel.virtual_stages
     ahead = later if virtual == 1 else 2 * later + (virtual - 1) * job.stages
     return min(ahead, virtual * job.num_micro_batches)
 
 
 def _chunk_rise(shapes: LayerShapes, layer: Rise, layers: int) -> Rise:
-    """Return the memory of a chunk of layers; `full` recomputation keeps only its inputs and recomputes the rest.
+    """Return the memory of a chunk of `layers` layers.
 
-    (Made again are all but the first layer's input, and the last one's output.)
+    `full` recomputation keeps inputs alone: method `uniform` one for every `recompute_num_layers` layers, which are
+    recomputed together; `block` those of the first `recompute_num_layers` layers, recomputed one by one.
     """
     parallel = shapes.job.parallel
     if not layers:

@@ -1,13 +1,11 @@
 """Layouts as text over a configuration, all layouts of some GPUs, and the fastest of them that fit.
 
-Fields that a layout does not name are the configuration's, as if the named ones had been overridden on the command
-line.
+A layout names fields of a configuration; other fields keep the configuration's values.
 """
 
 import dataclasses
 import itertools
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,11 +30,7 @@ from megatron_fanformer.train.machine_rules import can_recompute_norms
 Example = TypeVar("Example")
 MICRO_BATCH = "mbs"
 FEW_BUCKETS, MANY_BUCKETS, MILLION = 4, 8, 10**6
-NOT_RECOMPUTED: dict[str, Any] = {
-    "recompute_granularity": None,
-    "recompute_method": None,
-    "recompute_num_layers": None,
-}
+NOT_RECOMPUTED: dict[str, Any] = dict.fromkeys(("recompute_granularity", "recompute_method", "recompute_num_layers"))
 LAYER_BY_LAYER: dict[str, Any] = {"recompute_method": "uniform", "recompute_num_layers": 1}
 MOST_SHOWN = 10
 NUMBERS = re.compile(r"\d+(?:\.\d+)?(?:, ?\d+(?:\.\d+)?)*")  # also several, with commas between
@@ -45,11 +39,11 @@ NUMBERS = re.compile(r"\d+(?:\.\d+)?(?:, ?\d+(?:\.\d+)?)*")  # also several, wit
 # -- layouts as text
 
 
-def laid_out(config: RunConfig, text: str) -> RunConfig:
+def apply_layout(config: RunConfig, text: str) -> RunConfig:
     """Return the configuration in the layout that `text` describes, such as `tp=8,pp=4,mbs=2`.
 
     Raises:
-        InputError: it cannot be read.
+        InputError: `text` cannot be read.
     """
     fields, training = layout_fields(text), config.training
     if MICRO_BATCH in fields:
@@ -63,16 +57,16 @@ def laid_out(config: RunConfig, text: str) -> RunConfig:
 
 
 def layout_name(config: RunConfig, base: RunConfig) -> str:
-    """Return the text that `laid_out` reads as this configuration, if it differs from `base` in its layout alone."""
-    plain, parallel = ParallelConfig(), config.parallel
+    """Return the text by which `apply_layout` makes this configuration from `base`, which differs in layout alone."""
+    default, parallel = ParallelConfig(), config.parallel
     named = {
         name: value
         for name, value in vars(parallel).items()
-        if not value == getattr(plain, name) == getattr(base.parallel, name)
+        if value != getattr(default, name) or value != getattr(base.parallel, name)
     }
     if parallel.recompute_granularity != "selective":
         named.pop("recompute_modules", None)
-    if parallel.recompute_granularity == "full" and named.items() >= LAYER_BY_LAYER.items():  # as `full` is read
+    if parallel.recompute_granularity == "full" and named.items() >= LAYER_BY_LAYER.items():  # the default of `full`
         named = {name: value for name, value in named.items() if name not in LAYER_BY_LAYER}
     return layout_text({**named, MICRO_BATCH: config.training.micro_batch_size})
 
@@ -82,16 +76,11 @@ def layout_lines(config: RunConfig, base: RunConfig) -> list[str]:
 
     The number of replicas follows from the GPUs, and is left out.
     """
-    plain = ParallelConfig(data_parallel_size=config.parallel.data_parallel_size)
-    sections = {
-        "parallel": {name: value for name, value in vars(config.parallel).items() if value != getattr(plain, name)},
-        "kernels": {
-            name: value for name, value in vars(config.kernels).items() if value != getattr(base.kernels, name)
-        },
-        "training": {"micro_batch_size": config.training.micro_batch_size},
-    }
-    if not sections["kernels"]:
-        del sections["kernels"]
+    default = ParallelConfig(data_parallel_size=config.parallel.data_parallel_size)
+    parallel = {name: value for name, value in vars(config.parallel).items() if value != getattr(default, name)}
+    kernels = {name: value for name, value in vars(config.kernels).items() if value != getattr(base.kernels, name)}
+    sections = {"parallel": parallel, "kernels": kernels} if kernels else {"parallel": parallel}
+    sections["training"] = {"micro_batch_size": config.training.micro_batch_size}
     return yaml.safe_dump(sections, sort_keys=False).splitlines()
 
 
@@ -99,13 +88,13 @@ def layout_lines(config: RunConfig, base: RunConfig) -> list[str]:
 
 
 def all_layouts(config: RunConfig, gpus: int) -> Iterator[list[RunConfig]]:
-    """Yield the configuration in every layout of that many GPUs, legal or not, without recomputation; one list a
-    layout, by rising micro batch.
+    """Yield every layout on `gpus` GPUs, legal or not, as a list of configurations with rising micro batch sizes.
 
-    Only one of two spellings of a layout is yielded: sequence parallelism and the `sequence` form where there are
-    tensor parallel ranks, chunks where there are stages whose layers they divide. Stages have equally many layers.
+    Stages have equally many layers, and nothing is recomputed. Of two spellings of a layout one is yielded: sequence
+    parallelism and the `sequence` form need several tensor parallel ranks, chunks several stages whose layers they
+    divide.
     """
-    # Attention within documents has one exchange alone.
+    # Attention within documents supports this exchange alone.
     exchange = "a2a" if config.data.reset_attention_mask else config.parallel.cp_comm_type
     degrees = [
         (tensor, context, pipeline)
@@ -141,14 +130,15 @@ def all_layouts(config: RunConfig, gpus: int) -> Iterator[list[RunConfig]]:
 
 
 def _chunks(model: FANformerConfig, pipeline: int) -> list[int | None]:
+    """Return the numbers of chunks a stage to try; None stands for one."""
     layers, rest = divmod(model.num_layers, pipeline)
     return [None] if pipeline == 1 or rest else [number if number > 1 else None for number in divisors(layers)]
 
 
 def _bucket_size(config: RunConfig, parallel: ParallelConfig) -> int | None:
-    """Return the configuration's size; where it leaves that open and would have few buckets, one for about eight.
+    """Return the configured bucket size, or a size that makes about eight buckets if the default would make too few.
 
-    All buckets but one are communicated beside the computation; their default size grows with the replicas.
+    All buckets but one are communicated beside the computation, and the default size grows with the replicas.
     """
     default = max(LEAST_BUCKET, BUCKET_PER_REPLICA * (parallel.data_parallel_size or 1))
     is_overlapped = config.runtime.device != "cpu" and parallel.overlap_grad_reduce is not False
@@ -161,15 +151,17 @@ def _bucket_size(config: RunConfig, parallel: ParallelConfig) -> int | None:
 
 
 def _fan_forms(model: FANformerConfig, tensor: int) -> list[dict[str, Any]]:
-    forms = [(False, "column"), (True, "column"), (True, "sequence")]
-    forms = forms[: 1 if tensor == 1 else 3 if model.has_fan else 2]
+    """Return the values of `sequence_parallel` and `fan_form` to try."""
+    forms = [(False, "column")]
+    if tensor > 1:
+        forms += [(True, "column"), (True, "sequence")] if model.has_fan else [(True, "column")]
     return [{"sequence_parallel": is_sharded, "fan_form": form} for is_sharded, form in forms]
 
 
 def recomputations(config: RunConfig) -> list[RunConfig]:
-    """Return a layout with recomputation of nothing, parts without a matrix product, the MLP too, and layers.
+    """Return a layout with rising recomputation: nothing, parts without a matrix product, the MLP too, whole layers.
 
-    A configuration's own `recompute_modules`, if not the default, take the place of the two in the middle.
+    Configured `recompute_modules`, other than the default, take the place of the second and third.
     """
     parallel, cheap = config.parallel, list[RecomputeModule]()
     # The Engine fuses all norms but the input norm of the `sequence` form.
@@ -195,13 +187,13 @@ def recomputations(config: RunConfig) -> list[RunConfig]:
 
 @dataclass(frozen=True)
 class RejectedClass:
-    """Layouts that one rule rejects. (A layout that breaks several is in as many classes.)"""
+    """Layouts that one rule rejects; a layout that breaks several rules is in several classes."""
 
     count: int
     example: str
-    """The name of one of them, as `--layouts` reads it; of those that do not fit, the one that needs least."""
+    """The name of one of these layouts, as `--layouts` reads it; if they do not fit, of the one that needs least."""
     message: str
-    """The example's message, also by `train`: the values, the rule, and the nearest legal value."""
+    """The message by which `train`, too, refuses the example."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,21 +201,17 @@ class Findings:
     """The layouts that were judged."""
 
     candidates: tuple[Estimate, ...]
-    """Those that fit first, then by speed; of a search the ten fastest that fit, or the one that lacks least."""
+    """Layouts that fit before others, then by speed. A search keeps the ten fastest that fit or, if none does, the one
+    that needs the least memory."""
     judged: int
     legal: int
     rejected: tuple[RejectedClass, ...]
     """The largest class first. A search counts a layout that does not fit only if it would be faster than the last
     candidate."""
 
-    @property
-    def best(self) -> Estimate | None:
-        """Return the fastest that fits."""
-        return next((candidate for candidate in self.candidates if candidate.fits), None)
-
 
 def judge(named: Sequence[tuple[str, RunConfig]], gpus: int, machine: Machine) -> Findings:
-    """Judge layouts that a user names, each with the configuration that is laid out so."""
+    """Judge the layouts that a user named, given as pairs of a name and its configuration."""
     rejections, estimates = list[tuple[str, str]](), list[Estimate]()
     for name, config in named:
         if broken := problems(config, gpus):
@@ -241,10 +229,10 @@ def judge(named: Sequence[tuple[str, RunConfig]], gpus: int, machine: Machine) -
 
 
 def search(config: RunConfig, gpus: int, machine: Machine) -> Findings:
-    """Search all layouts of a configuration on that many GPUs, each with the least recomputation with which it fits.
+    """Find the fastest layouts of a configuration on `gpus` GPUs, each with the least recomputation with which it fits.
 
-    Layouts are taken in the order of their time without recomputation, so that the memory of few needs to be known
-    before the fastest that fit are.
+    Layouts are tried in the order of their time without recomputation: once enough of them fit, and the next one would
+    be slower, the search ends, so that the memory of most layouts is never computed.
     """
     rejections, legal, judged = list[tuple[str, RunConfig]](), list[RunConfig](), 0
     for micro_batches in all_layouts(config, gpus):
@@ -280,13 +268,9 @@ def search(config: RunConfig, gpus: int, machine: Machine) -> Findings:
 
 
 def _classes(rejections: Iterable[tuple[str, Example]], name: Callable[[Example], str]) -> list[RejectedClass]:
-    counts, first = Counter[str](), dict[str, tuple[Example, str]]()
+    """Group rejected examples whose messages differ in numbers alone; the largest class comes first."""
+    classes: dict[str, list[tuple[str, Example]]] = {}
     for message, example in rejections:
-        rule = NUMBERS.sub("N", message)
-        counts[rule] += 1
-        first.setdefault(rule, (example, message))
-    return [
-        RejectedClass(count, name(example), message)
-        for rule, count in counts.most_common()
-        for example, message in [first[rule]]
-    ]
+        classes.setdefault(NUMBERS.sub("N", message), []).append((message, example))
+    ordered = sorted(classes.values(), key=len, reverse=True)
+    return [RejectedClass(len(members), name(members[0][1]), members[0][0]) for members in ordered]

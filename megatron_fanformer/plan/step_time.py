@@ -1,19 +1,19 @@
 """The seconds of a training step of a job on a machine, by formula: predicted, not measured.
 
-A micro batch takes pipeline stage i t_i seconds, forward, backward and recomputation. With M micro batches and v chunks
-a stage, as 1F1B and the interleaved schedule run them:
+Pipeline stage i computes a micro batch, forward, backward and recomputation, in t_i seconds. With M micro batches and v
+chunks a stage, in 1F1B (v = 1) or the interleaved schedule:
 
     seconds = M max(t) + (sum(t) - max(t)) / v + sends + gradients + weights + optimizer + orthogonalization + host
 
-t adds up FLOPs at the rates that products and attention reach, bytes at the memory's rate, and collectives
-(`communication`) at the rate of the links. docs/planning.md says how far off published runs are.
+t_i is the sum of FLOPs at the rates that products and attention reach, of bytes at the memory's rate, and of
+collectives (`communication`) at the links' rates. docs/planning.md has the error on published runs.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_fanformer.plan.communication import layer_backward, layer_forward, layer_recomputation, recomputed_layers
-from megatron_fanformer.plan.gradient_buffers import first_stage_buckets, first_stage_weights, state_bytes
+from megatron_fanformer.plan.gradient_buffers import chunks, first_stage_buckets, first_stage_weights, state_bytes
 from megatron_fanformer.plan.job import Job, training_flops_per_token
 from megatron_fanformer.plan.machines import Machine
 from megatron_fanformer.plan.matrix_updates import MatrixUpdates, Term
@@ -41,23 +41,21 @@ class StepTime:
 
 
 def step_time(job: Job, machine: Machine, *, overlaps_tensor_parallel: bool = False) -> StepTime:
-    """Return the time of a step.
+    """Return the time of a training step of a job on a machine.
 
     Args:
-        overlaps_tensor_parallel: whether products hide tensor parallel collectives, as the Engine's user buffers let
-            other trainers do.
+        overlaps_tensor_parallel: whether products hide tensor parallel collectives, as in trainers that use the
+            Engine's user buffers.
 
     Raises:
         ValueError: the layers do not divide evenly over the stages.
         InputError: the machine does not have a number format that the job uses.
     """
-    segments = job.parallel.segments(job.model.num_layers)
-    if segments is None:
-        raise ValueError(f"{job.model.num_layers} layers do not divide over {job.stages} stages")
-    layers = [sum(chunks) for chunks in zip(*segments, strict=True)]
+    chunk_layers = [[chunk.layers for chunk in chunks(job.model, job.parallel, stage)] for stage in range(job.stages)]
+    layers = [sum(stage) for stage in chunk_layers]
     layer = _layer(job, machine, overlaps_tensor_parallel)
-    again = sum(recomputed_layers(job, number) for chunks in segments for number in chunks)
-    layer["recomputation"] *= again / job.model.num_layers
+    recomputed = sum(recomputed_layers(job, number) for stage in chunk_layers for number in stage)
+    layer["recomputation"] *= recomputed / job.model.num_layers
     head = _loss_head(job, machine)
     stages = [number * sum(layer.values()) for number in layers]
     stages[-1] += head
@@ -70,7 +68,7 @@ def step_time(job: Job, machine: Machine, *, overlaps_tensor_parallel: bool = Fa
         exchange = 2 * _collectives(job, machine, [Term("pp", "send", "", job.boundary_bytes)])
         exposed = 1 - machine.overlap if virtual > 1 else 1
         parts["pipeline sends"] = exchange * (job.stages - 1 + exposed * virtual * job.num_micro_batches)
-    parts |= _once_a_step(job, machine, layers[0], parts)
+    parts |= _once_a_step(job, machine, layers[0], sum(parts.values()) / job.num_micro_batches)
     seconds = sum(parts.values())
     tokens_per_second = job.tokens_per_step / seconds
     peak = machine.flops_per_second(job.precision.dtype) * job.world_size
@@ -104,14 +102,16 @@ def term_seconds(term: Term, ranks: int, stride: int, machine: Machine) -> float
 
 
 def _collectives(job: Job, machine: Machine, terms: Iterable[Term]) -> float:
-    nearest, groups = job.tensor_ranks, job.group_sizes(0)
-    strides = {"tp": 1, "tp_dp_cp": 1, "inter_dist_opt": nearest * job.state_ranks}
-    strides["pp"] = nearest * job.parallel.context_parallel_size * job.data_parallel_size
-    return sum(term_seconds(term, groups[term.group], strides.get(term.group, nearest), machine) for term in terms)
+    """Return the seconds of collectives of a rank of the first stage, one after the other."""
+    tensor, groups = job.tensor_ranks, job.group_sizes(0)
+    # From one rank of a group to the next; in groups that are not listed, tensor parallel ranks alone lie between them.
+    strides = {"tp": 1, "tp_dp_cp": 1, "inter_dist_opt": tensor * job.state_ranks}
+    strides["pp"] = tensor * job.parallel.context_parallel_size * job.data_parallel_size
+    return sum(term_seconds(term, groups[term.group], strides.get(term.group, tensor), machine) for term in terms)
 
 
 def _layer(job: Job, machine: Machine, overlaps_tensor_parallel: bool) -> dict[str, float]:
-    """Return the seconds of a layer and micro batch by purpose, forward, backward and recomputation."""
+    """Return the seconds of one layer for one micro batch by purpose, forward, backward and recomputation."""
     model, ranks, tokens = job.model, job.tensor_ranks, job.tokens
     part_tokens = tokens // ranks if job.parallel.sequence_parallel else tokens
     heads = model.num_attention_heads * model.kv_channels
@@ -125,14 +125,7 @@ def _layer(job: Job, machine: Machine, overlaps_tensor_parallel: bool) -> dict[s
         map_rate = machine.flops_per_second("fp8") * machine.fp8_product_efficiency
         fan_rate = map_rate if job.precision.fp8_fan else fan_rate
     products = 2 * maps * tokens / ranks / map_rate + 2 * model.hidden_size * model.fan_rows * fan_tokens / fan_rate
-    attention = 2 * heads / ranks * model.seq_length * tokens / (rate * machine.attention_efficiency)
-    attention_backward = FLASH_BACKWARD * attention
-    if job.keeps_scores:  # plain products, of the masked half, too
-        scores = model.num_attention_heads // ranks * tokens * model.seq_length * job.element_bytes
-        products_of_scores = 2 * attention * machine.attention_efficiency / machine.product_efficiency
-        moving = SCORE_PASSES * scores / machine.memory_rate
-        attention = products_of_scores + FORWARD_SHARE * moving
-        attention_backward = 2 * products_of_scores + (1 - FORWARD_SHARE) * moving
+    attention, attention_backward = _core_attention(job, machine)
     widths = 4 * (heads + model.value_size) + 3 * rows + 2 * columns_2  # rotary positions, the MLP's activation
     if model.has_fan:
         widths += 3 * model.fan_rows + 2 * model.hidden_size
@@ -155,23 +148,38 @@ def _layer(job: Job, machine: Machine, overlaps_tensor_parallel: bool) -> dict[s
         "recomputation": 0.0,
     }
     computing = products + attention + FORWARD_SHARE * moving
-    if job.kernels.cuda_graph_impl == "none":  # the host launches forward and backward, each in half of its time
+    if job.kernels.cuda_graph_impl == "none":  # the host takes equally long to launch forward and backward
         forward_seconds = computing + (tensor + context) / 2
-        directions = forward_seconds, sum(parts.values()) - forward_seconds
-        parts["host"] = sum(max(0.0, machine.layer_seconds / 2 - seconds) for seconds in directions)
+        backward_seconds = sum(parts.values()) - forward_seconds
+        waits = (machine.layer_seconds / 2 - seconds for seconds in (forward_seconds, backward_seconds))
+        parts["host"] = sum(max(0.0, wait) for wait in waits)
     if job.parallel.recompute_granularity == "full":
         parts["recomputation"] = computing
-    widths_again = 0
+    recomputed_widths = 0  # numbers a token that recomputed element-wise operations move
     if job.parallel.recomputes("core_attn"):
         parts["recomputation"] += attention
     if job.parallel.recomputes("mlp"):
         parts["recomputation"] += products * mlp / (maps + model.hidden_size * model.fan_rows)
-        widths_again += rows + columns_2
+        recomputed_widths += rows + columns_2
     if job.parallel.recomputes("fan"):
-        widths_again += model.fan_rows + model.hidden_size
-    parts["recomputation"] += widths_again * tokens / ranks * job.element_bytes / machine.memory_rate
+        recomputed_widths += model.fan_rows + model.hidden_size
+    parts["recomputation"] += recomputed_widths * tokens / ranks * job.element_bytes / machine.memory_rate
     parts["recomputation"] += _collectives(job, machine, layer_recomputation(job))
     return parts
+
+
+def _core_attention(job: Job, machine: Machine) -> tuple[float, float]:
+    """Return the seconds of one layer's attention scores and context for one micro batch, forward and backward."""
+    model, ranks = job.model, job.tensor_ranks
+    heads = model.num_attention_heads * model.kv_channels
+    rate = machine.flops_per_second(job.precision.dtype)
+    flash = 2 * heads / ranks * model.seq_length * job.tokens / (rate * machine.attention_efficiency)
+    if not job.keeps_scores:
+        return flash, FLASH_BACKWARD * flash
+    scores = model.num_attention_heads // ranks * job.tokens * model.seq_length * job.element_bytes
+    products = 2 * flash * machine.attention_efficiency / machine.product_efficiency  # of masked scores, too
+    moving = SCORE_PASSES * scores / machine.memory_rate
+    return products + FORWARD_SHARE * moving, 2 * products + (1 - FORWARD_SHARE) * moving
 
 
 def _loss_head(job: Job, machine: Machine) -> float:
@@ -182,30 +190,32 @@ def _loss_head(job: Job, machine: Machine) -> float:
     return 3 * 2 * logits * job.model.hidden_size / rate + moved / machine.memory_rate
 
 
-def _once_a_step(job: Job, machine: Machine, layers: int, parts: dict[str, float]) -> dict[str, float]:
-    """Return the seconds once a step, by purpose, on the first stage, whose backward is the last to end.
+def _once_a_step(job: Job, machine: Machine, layers: int, micro_batch_seconds: float) -> dict[str, float]:
+    """Return the seconds of the work that is done once a step, by purpose, on the first stage: its backward ends last.
 
-    Replicas sum gradients beside the backward of the last micro batch, all but the last bucket, and gather weights
-    beside the first forward, all but the first.
+    Replicas sum gradients during the last micro batch's backward, except the last bucket, and gather weights during the
+    first micro batch's forward, except the first bucket.
     """
     parallel = job.parallel
     held = first_stage_weights(job.model, parallel, layers)
     elements = sum(weight.elements for weight in held)
     buckets = first_stage_buckets(job.model, parallel, job.data_parallel_size, layers)
-    window = sum(parts.values()) / job.num_micro_batches
 
-    def exposed(terms: list[Term], beside: float, overlaps: bool | None) -> float:
+    def exposed(terms: list[Term], computing_seconds: float, overlaps: bool | None) -> float:
+        """Return the seconds that collectives take longer than the computation that hides them."""
         seconds = _collectives(job, machine, terms)
-        return seconds - machine.overlap * min(seconds * (1 - 1 / buckets), beside) if overlaps else seconds
+        hidden = machine.overlap * min(seconds * (1 - 1 / buckets), computing_seconds) if overlaps else 0.0
+        return seconds - hidden
 
     kind = "reduce-scatter" if parallel.use_distributed_optimizer else "all-reduce"
     reduce = Term(job.state_group, kind, "gradients", elements * job.gradient_bytes)
     between = Term("inter_dist_opt", "all-reduce", "gradients", reduce.message_bytes // job.state_ranks)
-    once = {"gradient reduction": exposed([reduce, between], 2 / 3 * window, parallel.overlap_grad_reduce)}
+    once = {"gradient reduction": exposed([reduce, between], 2 / 3 * micro_batch_seconds, parallel.overlap_grad_reduce)}
     if parallel.use_distributed_optimizer:
         gather = Term(job.state_group, "all-gather", "weights", elements * job.element_bytes)
-        once["weight gathering"] = exposed([gather], window / 3, parallel.overlap_param_gather)
-    # Gradients zeroed; gradient, main weight and states read, the last two written, and weights where formats differ.
+        once["weight gathering"] = exposed([gather], micro_batch_seconds / 3, parallel.overlap_param_gather)
+    # Gradients are zeroed; gradients, main weights and states read; main weights and states written, and weights in a
+    # narrower format.
     states = 2 * state_bytes(held, [weight.elements for weight in held], job.optimizer)
     updated = elements * (3 * 4 + (job.element_bytes if job.element_bytes < 4 else 0)) + states
     once["optimizer"] = (elements * job.gradient_bytes + updated / job.state_ranks) / machine.memory_rate

@@ -8,14 +8,15 @@ from pathlib import Path
 from megatron_fanformer.options import ANY_FIELD, Verb, count, option
 
 
-def count_of_gpus(text: str) -> int:
-    """Read an option that is a number of GPUs."""
+def read_num_gpus(text: str) -> int:
+    """Read an option that is a number of GPUs; ArgumentTypeError if it is none."""
     if not text.isdecimal() or not 1 <= int(text) <= 10**7:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of GPUs; it must be an integer from 1 to 10000000")
     return int(text)
 
 
-def _above_zero(text: str) -> float:
+def _read_positive(text: str) -> float:
+    """Read an option that is a finite number above 0; ArgumentTypeError if it is none."""
     try:
         number = float(text)
     except ValueError:
@@ -31,7 +32,7 @@ class PlanOptions:
 
     config: Path
     """Configuration file (YAML)."""
-    gpus: int = option(metavar="N", parse=count_of_gpus)
+    gpus: int = option(metavar="N", parse=read_num_gpus)
     """GPUs of the whole run."""
     gpu: str = option(metavar="NAME")
     """GPU type: a100, h100, h200, b200, gb200, gb300, or a file with a machine's figures."""
@@ -41,7 +42,7 @@ class PlanOptions:
     """Find the fastest of all layouts that are legal and fit."""
     tokens: int | None = option(None, parse=count)
     """Tokens to train on, e.g. 1T, 300B, 15M (default: those of the configuration's steps)"""
-    price: float | None = option(None, metavar="P", parse=_above_zero)
+    price: float | None = option(None, metavar="P", parse=_read_positive)
     """Price of a GPU hour, in any currency."""
     report: Path | None = option(None, metavar="FILE.json")
     """Write everything as JSON."""

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_fanformer.model.config import PrecisionConfig
-from megatron_fanformer.plan.communication import communication
-from megatron_fanformer.plan.gradient_buffers import Chunk, Weight, gradient_buffer, limits_buckets
+from megatron_fanformer.plan.gradient_buffers import Weight, gradient_buffer
 from megatron_fanformer.plan.live_tensors import MemoryTracker
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.train.config import RunConfig
@@ -76,27 +75,6 @@ def test_formula_is_the_count_exactly(name: str, run_on_ranks: RunOnRanks) -> No
         assert rank.differing() == set(), rank.rank
 
 
-def activations(model: dict[str, Any], degrees: dict[str, Any]) -> dict[str, int]:
-    """Bytes over the tensor parallel ranks, of a step, by purpose; without gradients of weights."""
-    job = run_config(model, **degrees).job(1, layers="local", on_cpu=True)
-    terms = [term for term in communication(job, 0) if term.group == "tp" and "weights" not in term.purpose]
-    return {f"{term.kind}, {term.purpose}": term.message_bytes for term in terms}
-
-
-@pytest.mark.parametrize("degrees", [TP, SP])
-def test_column_gathers_the_pre_activation_in_place_of_x_f(degrees: dict[str, Any]) -> None:
-    """Nothing else is added to a Transformer's traffic: QKV neither gathers nor sums."""
-    found = activations({}, degrees)
-    job = run_config(**degrees).job(1, layers="local", on_cpu=True)
-    rows = job.model.fan_rows * job.activation_bytes * job.num_micro_batches * job.model.num_layers
-    assert rows == found["all-gather, FAN pre-activation"] == found["reduce-scatter, FAN pre-activation"]
-    assert sum(found.values()) == sum(activations(TRANSFORMER, degrees).values()) + 2 * rows
-
-
-def test_sequence_moves_no_activations_beyond_a_transformers() -> None:
-    assert activations({}, SEQUENCE) == activations(TRANSFORMER, SP)
-
-
 def test_large_models_are_cut_into_buckets_of_megatrons_own_size() -> None:
     held = [Weight("", 1_000_000)] * 100
     overlap = layout(overlap_grad_reduce=True)
@@ -104,14 +82,3 @@ def test_large_models_are_cut_into_buckets_of_megatrons_own_size() -> None:
     assert gradient_buffer(held, overlap, 2, is_limited=True).buckets == [40_000_000, 40_000_000, 20_000_000]
     # A million a replica where they are many; the last bucket is padded to a multiple of 128 and of 48.
     assert gradient_buffer(held, overlap, 48, is_limited=True).buckets == [48_000_000, 48_000_000, 4_000_128]
-
-
-@pytest.mark.parametrize(
-    ("overlap", "stage", "number", "limited"),
-    [(True, 0, 0, True), (True, 1, 0, False), (True, 0, 1, False), (False, 0, 0, False), (None, 0, 0, False)],
-)
-def test_the_first_chunk_of_the_first_stage_alone_is_cut(
-    overlap: bool | None, stage: int, number: int, limited: bool
-) -> None:
-    chunk = Chunk(number=number, layers=1, has_embedding=False, has_head=False)
-    assert limits_buckets(layout(overlap_grad_reduce=overlap), stage, chunk) is limited

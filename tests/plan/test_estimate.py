@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from megatron_fanformer.model.config import PRESETS, as_transformer
-from megatron_fanformer.plan.estimate import checkpoint_bytes, for_machine, job_of
+from megatron_fanformer.plan.estimate import checkpoint_bytes, job_of, resolve_for_machine
 from megatron_fanformer.plan.job import Job
 from megatron_fanformer.plan.machines import load_machine
 from megatron_fanformer.plan.memory import rank_memory
@@ -53,7 +53,7 @@ def measured_job(model: str, micro_batch: int, precision: dict[str, Any]) -> Job
             "global_batch_size": micro_batch,
         },
     }
-    return job_of(for_machine(config_from_dict(values), load_machine("h100")), 1)
+    return job_of(resolve_for_machine(config_from_dict(values), load_machine("h100")), 1)
 
 
 @pytest.mark.parametrize(("model", "micro_batch", "precision", "allocated"), MEMORY)

@@ -68,8 +68,3 @@ def test_a_wrong_file_is_refused(text: str, message: list[str], tmp_path: Path) 
         load_machine(str(file))
     assert all(part in str(refused.value) for part in message)
     assert all(line.startswith(str(file)) for line in str(refused.value).splitlines())
-
-
-def test_mxfp8_is_blackwells() -> None:
-    """As train has it, by compute capability."""
-    assert {name for name, machine in known_machines().items() if machine.has_mxfp8} == {"b200", "gb200", "gb300"}

@@ -9,14 +9,14 @@ import pytest
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.config import PRESETS, FANConfig, KernelsConfig, PrecisionConfig
-from megatron_fanformer.plan.estimate import Estimate, estimate, for_machine, problems
+from megatron_fanformer.plan.estimate import Estimate, estimate, problems, resolve_for_machine
 from megatron_fanformer.plan.machines import DRIVERS_SHARE, Machine, load_machine
 from megatron_fanformer.plan.search import (
     MOST_SHOWN,
     NUMBERS,
     all_layouts,
+    apply_layout,
     judge,
-    laid_out,
     layout_name,
     recomputations,
     search,
@@ -46,7 +46,7 @@ def test_the_name_of_a_layout_is_read_as_that_layout(own: dict[str, Any]) -> Non
     layouts = [each for layout in every_layout(config, 4) for each in recomputations(layout)]
     assert len({layout_name(each, config) for each in layouts}) == len(layouts) > 30
     for each in (*layouts, config):
-        assert laid_out(config, layout_name(each, config)) == each
+        assert apply_layout(config, layout_name(each, config)) == each
 
 
 def test_every_form_of_a_layout_is_tried() -> None:
@@ -133,7 +133,7 @@ def config(h100: Machine, tmp_path_factory: pytest.TempPathFactory) -> RunConfig
         data={"train_data": [tokens]},
         training={"run_dir": str(tmp_path_factory.mktemp("runs") / "run"), "global_batch_size": 8},
     )
-    return for_machine(made, h100)
+    return resolve_for_machine(made, h100)
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +174,7 @@ def test_train_says_of_an_example_what_the_search_does(config: RunConfig, h100: 
     rejected = search(config, GPUS, h100).rejected
     for each in rejected:
         with pytest.raises(InputError) as refused:
-            find_start(laid_out(config, each.example), GPUS)
+            find_start(apply_layout(config, each.example), GPUS)
         assert each.message in str(refused.value).splitlines()
     assert len(rejected) > 3
 
@@ -184,7 +184,7 @@ def test_where_nothing_fits_the_one_that_lacks_least_is_shown(
 ) -> None:
     found = search(config, GPUS, dataclasses.replace(h100, memory_bytes=1))
     (shown,) = found.candidates
-    assert found.best is None
+    assert not shown.fits
     assert shown.needed_bytes == min(layout[-1].needed_bytes for layout in legal)
     (too_large,) = (each for each in found.rejected if each.example == shown.name)
     assert too_large.count == len(legal)
@@ -197,7 +197,7 @@ def test_of_named_layouts_those_that_fit_come_first(
     estimates = [layout[0] for layout in legal]
     by_bytes = sorted(each.needed_bytes for each in estimates)
     half = dataclasses.replace(h100, memory_bytes=math.ceil(by_bytes[len(by_bytes) // 2] / (1 - DRIVERS_SHARE)))
-    named = [(each.name, laid_out(config, each.name)) for each in estimates[::7]]
+    named = [(each.name, apply_layout(config, each.name)) for each in estimates[::7]]
     found = judge(named, GPUS, half).candidates
     order = [(not each.fits, each.time.seconds) for each in found]
     assert order == sorted(order) and len(found) == len(named)

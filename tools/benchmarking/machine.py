@@ -21,7 +21,7 @@ from torch import multiprocessing
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.ops.attention import attention
 from megatron_fanformer.ops.element_wise import swiglu
-from megatron_fanformer.plan.machines import known_machines, machine_of
+from megatron_fanformer.plan.machines import build_machine, known_machines
 from megatron_fanformer.plan.step_time import FLASH_BACKWARD, step_time
 from megatron_fanformer.train.config import config_from_dict
 
@@ -121,7 +121,7 @@ def predicted_seconds(run: dict[str, Any], machine: dict[str, Any]) -> float:
     config = config_from_dict(run)
     on_cpu = config.runtime.device == "cpu"
     job = config.job(1, layers="local" if on_cpu else "transformer_engine", on_cpu=on_cpu)
-    return step_time(job, machine_of(machine, "the measured machine")).seconds
+    return step_time(job, build_machine(machine, "the measured machine")).seconds
 
 
 def _attention_rate(model: FANformerConfig, micro_batch_size: int, dtype: torch.dtype, device: torch.device) -> float:
