@@ -27,7 +27,7 @@ from megatron_fanformer.checkpoint import megatron_versions, run_folder
 from megatron_fanformer.checkpoint.manifest import write_rank_sums
 from megatron_fanformer.checkpoint.training_state import training_state
 from megatron_fanformer.errors import DivergenceError, FanformerError
-from megatron_fanformer.runtime.agreement import of_every_rank, on_main, reported_by_main
+from megatron_fanformer.runtime.agreement import gather_values, on_main, reported_by_main
 from megatron_fanformer.runtime.parallel import RankGrid
 
 logger = logging.getLogger(__name__)
@@ -198,7 +198,7 @@ def check_finite(sharded_state: dict[str, Any], step: int) -> None:
             extremes.append(torch.stack(torch.aminmax(part.data)).double().abs().max())
     values = torch.stack([value.to(extremes[0].device) for value in extremes]).tolist() if extremes else []
     bad = [f"{name} has the value {value}" for name, value in zip(names, values, strict=True) if not isfinite(value)]
-    by_rank = of_every_rank(bad[0] if bad else None)
+    by_rank = gather_values(bad[0] if bad else None)
     for rank, problem in enumerate(by_rank):
         if problem is not None:
             where = f" on rank {rank}" if len(by_rank) > 1 else ""

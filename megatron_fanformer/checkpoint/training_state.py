@@ -27,7 +27,7 @@ from megatron_fanformer.checkpoint.stored_files import (
     tensors_of,
 )
 from megatron_fanformer.errors import CorruptError
-from megatron_fanformer.runtime.agreement import of_every_rank, reported_by_main
+from megatron_fanformer.runtime.agreement import gather_values, reported_by_main
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.runtime.seeding import local_shards
 
@@ -120,7 +120,7 @@ def _read_checked(checkpoint: Path, grid: RankGrid) -> Table:
         saved_progress(checkpoint, table)
     except CorruptError as error:
         problem = error
-    problems = [error for error in of_every_rank(problem) if error is not None]
+    problems = [error for error in gather_values(problem) if error is not None]
     if problems:
         # An UnreadableError comes last: the damage that another rank has found may be its cause.
         raise reported_by_main(min(problems, key=lambda error: isinstance(error, UnreadableError)))

@@ -1,7 +1,7 @@
-"""A sweep's file and its cells, whose configurations are all checked before any of them trains.
+"""A sweep's file and its cells; all cells' configurations are checked before any cell trains.
 
-A cell is one point of every axis and one seed. Its configuration is the base, then `changes`, then its points in the
-order of the axes; its name, and that of its run's folder, is made of its points' names: `fanformer,lr1e-3,seed=1`.
+A cell has one point of every axis and one seed. Its configuration is the base, changed first by `changes`, then by its
+points in the order of the axes. The names of the points make its name, and its folder's: `fanformer,lr1e-3,seed=1`.
 docs/experiments.md has a file with every field.
 """
 
@@ -22,7 +22,7 @@ from megatron_fanformer.train.config import RunConfig, TrainingConfig, advice, c
 from megatron_fanformer.train.metrics import PERPLEXITY_LOSS_SUFFIX
 
 LOSS = "loss"  # the training loss
-FITTED = ("parameters", "tokens")  # the axes of power laws
+FITTED = ("parameters", "tokens")  # values of `report.over` for which power laws are fitted
 OVERRIDDEN = ("training.run_dir", "training.seed")
 """Fields that every cell sets for itself."""
 ENDING_EARLY = ("training.exit_interval", "training.exit_duration_in_mins")
@@ -37,7 +37,7 @@ class ReportConfig:
     compare: str
     """The axis whose points are compared with one another."""
     baseline: str
-    """The point of it that the others are compared with."""
+    """The point of this axis with which the others are compared."""
     primary: list[tuple[str, str]] = field(default_factory=list)
     """Pairs [POINT, BASELINE], stated before the runs: POINT's loss is lower. Only these can show, corrected for their
     number (Holm); all other comparisons are exploratory. Without any, a sweep's single comparison is primary."""
@@ -73,8 +73,8 @@ class SweepConfig:
     axes: dict[str, dict[str, dict[str, Any]]]
     """Axes by name; each maps its points' names to the fields that the point changes."""
     tune: str | None = None
-    """An axis, such as the learning rates, whose best point is taken for each combination of the others' points, by
-    runs of the first seed; the comparisons are of the seeds after it, which the choice has not seen."""
+    """An axis to tune, such as the learning rates. Runs of the first seed choose its best point for each combination of
+    the other axes' points; the comparisons use the later seeds, which the choice has not seen."""
     seeds: int = 1
     """Cells at every compared point, of the seeds `training.seed`, `training.seed` + 1 and so on."""
     report: ReportConfig
@@ -119,7 +119,7 @@ class SweepConfig:
 
     @property
     def num_cells(self) -> int:
-        """Return how many runs the sweep has."""
+        """Return the number of runs of the sweep, with one best point for each combination of a tuned axis."""
         points = math.prod(len(points) for points in self.axes.values())
         return points + points // len(self.axes[self.tune]) * self.seeds if self.tune else points * self.seeds
 
@@ -130,33 +130,32 @@ class Cell:
 
     name: str
     points: dict[str, str]
-    """Its point on each axis."""
+    """The cell's point on each axis."""
     tunes: bool
-    """True if it serves to choose the best point of `tune`, False if it is compared."""
+    """True if the cell serves to choose the best point of `tune`, False if it is compared."""
     config: RunConfig
 
     @property
     def run(self) -> Path:
-        """Return its run's folder."""
+        """Return the folder of the cell's run."""
         return Path(self.config.training.run_dir)
 
     def beside(self, suffix: str) -> Path:
-        """Return a file beside its run's folder: .yaml, its configuration; .log, its runs' output; .failed, the error
-        of its last run, if that failed.
+        """Return the file with a suffix beside the run's folder.
+
+        `.yaml` holds the cell's configuration, `.log` the output of its runs, `.failed` the error of a failed last run.
         """
         return self.run.with_name(self.name + suffix)
 
     @property
     def tokens(self) -> int:
-        """Return the tokens that it is trained on."""
+        """Return the number of tokens on which the cell is trained."""
         training = self.config.training
         return training.steps * training.global_batch_size * self.config.model.seq_length
 
     @property
     def parameters(self) -> int:
-        """Return the parameters outside the embedding and the head, as the paper counts its Transformers' (268M at
-        300M).
-        """
+        """Return the number of parameters without embedding and head, as the paper counts (268M for its 300M model)."""
         model = self.config.model
         tables = 1 + model.untie_embeddings_and_output_weights
         return model.num_parameters - tables * model.padded_vocab_size * model.hidden_size
@@ -173,7 +172,7 @@ class Sweep:
     file: Path
     config: SweepConfig
     cells: list[Cell]
-    """All cells that may run; with a tuned axis, the comparisons use those at its best points."""
+    """All cells that may run. With a tuned axis, only cells at the best points are compared."""
 
     @property
     def folder(self) -> Path:
@@ -182,14 +181,14 @@ class Sweep:
 
     @property
     def metric(self) -> str:
-        """Return the name of the cells' loss in the metrics of a run."""
+        """Return the name of the compared loss in the metrics of a run."""
         if self.config.report.metric is not None:
             return self.config.report.metric
         (name,) = self.cells[0].config.data.validation_sets
         return f"{VALIDATION_LOSS}/{name}"
 
     def size_of(self, cell: Cell) -> float:
-        """Return a cell's place on the axis that the losses are drawn over."""
+        """Return a cell's value of `report.over`, over which losses are drawn and fitted; 0 if that is null."""
         over = self.config.report.over
         if over is None:
             return 0.0
@@ -200,14 +199,14 @@ def read_sweep(file: Path, *, needs_data: bool) -> Sweep:
     """Read a sweep's file, and check every cell's configuration as `train` would.
 
     Args:
-        needs_data: whether the token files must be there.
+        needs_data: whether the token files must exist.
 
     Raises:
-        InputError: the file or cells are wrong; every problem, one line each.
+        InputError: the file or cells are wrong; the message has a line for each problem.
     """
     config = build(read_values(file), SweepConfig)
-    if own_problems := [*config.problems()]:
-        raise InputError("\n".join(own_problems))
+    if file_problems := [*config.problems()]:
+        raise InputError("\n".join(file_problems))
     base = read_values(file.parent / config.base)
     first_seed = (base.get("training") or {}).get("seed", TrainingConfig.seed)
     if type(first_seed) is not int:
@@ -217,10 +216,10 @@ def read_sweep(file: Path, *, needs_data: bool) -> Sweep:
     names = []
     notify = functools.cache(print_on_stderr)  # the same notices in every cell
     numbers = range(bool(config.tune) + config.seeds)
-    for chosen, number in itertools.product(itertools.product(*config.axes.values()), numbers):
-        points = dict(zip(config.axes, chosen, strict=True))
+    for point_names, number in itertools.product(itertools.product(*config.axes.values()), numbers):
+        points = dict(zip(config.axes, point_names, strict=True))
         seed = first_seed + number
-        names.append(name := ",".join([*chosen, f"seed={seed}"]))
+        names.append(name := ",".join([*point_names, f"seed={seed}"]))
         changes = dict(config.changes)
         for axis, point in points.items():
             changes |= config.axes[axis][point]
@@ -235,9 +234,9 @@ def read_sweep(file: Path, *, needs_data: bool) -> Sweep:
         for problem in problems:
             cells_of_problem.setdefault(problem, []).append(name)
     lines = []
-    for problem, of_these in cells_of_problem.items():
-        more = f" and {len(of_these) - 1} more" if len(of_these) > 1 else ""
-        where = "in every cell" if of_these == names else f"cell {of_these[0]}{more}"
+    for problem, cell_names in cells_of_problem.items():
+        more = f" and {len(cell_names) - 1} more" if len(cell_names) > 1 else ""
+        where = "in every cell" if cell_names == names else f"cell {cell_names[0]}{more}"
         lines.append(f"{where}: {problem}")
     sweep = Sweep(file=file, config=config, cells=cells)
     if lines := lines or _report_problems(sweep):
@@ -256,7 +255,7 @@ def _run_problems(config: RunConfig, *, needs_data: bool) -> list[str]:
 
 
 def _report_problems(sweep: Sweep) -> list[str]:
-    """Return the rules that the report's fields break in view of the cells."""
+    """Return the problems of the report's fields for these cells, such as a metric that their runs do not have."""
     report, config = sweep.config.report, sweep.cells[0].config
     sets, perplexity = config.data.validation_sets, config.evaluation.perplexity
     known = [f"{VALIDATION_LOSS}/{name}" for name in sets]

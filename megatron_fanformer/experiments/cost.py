@@ -43,7 +43,7 @@ class Cost(NamedTuple):
 
 
 def measure(settings: CostSettings, _folder: Path, log: Log) -> Measured:
-    """Return the costs of every named size and its twins.
+    """Count the costs of every named size and of its twins.
 
     Raises:
         InputError: a preset does not exist.
@@ -63,13 +63,17 @@ def measure(settings: CostSettings, _folder: Path, log: Log) -> Measured:
                 counted_bytes=_peak_bytes(config, settings.inference_length),
             )
         log(f"{name}: {costs[name].parameters:,} parameters")
-    return Measured(findings=list(_findings(settings, costs)), tables=[_table(costs)])
+    columns = ["model", "parameters", "FLOPs a token", "weights, MiB", "peak of inference, MiB"]
+    rows: list[list[Cell]] = [
+        [name, cost.parameters, cost.flops, cost.weight_bytes / MIB, cost.counted_bytes / MIB]
+        for name, cost in costs.items()
+    ]
+    table = Table(title="Costs: parameters and FLOPs by formula, memory counted", columns=columns, rows=rows)
+    return Measured(findings=list(_findings(settings, costs)), tables=[table])
 
 
 def _peak_bytes(config: FANformerConfig, length: int) -> int:
-    """Return the most that is alive in a forward pass of one sequence in half precision, logits of all tokens
-    included.
-    """
+    """Return the peak memory of a forward pass of one sequence in half precision, logits of all tokens included."""
     with FakeTensorMode(), torch.no_grad():
         with no_init_weights():  # drawing weights reads values, which fake tensors do not have
             model = FANformerForCausalLM._from_config(
@@ -79,13 +83,13 @@ def _peak_bytes(config: FANformerConfig, length: int) -> int:
         ids = torch.zeros(1, length, dtype=torch.long)
         with MemoryTracker() as tracker:
             for weight in model.parameters():
-                weight.detach()  # an operation that returns it, so that it is counted, once
+                weight.detach()  # an operation that returns the weight, by which the tracker counts it
             model(input_ids=ids, use_cache=True)
     return tracker.peak_bytes
 
 
 def _more(costs: dict[str, Cost], name: str, figure: str, twin: str = "") -> float:
-    """Return how much more a size, or its twin, has than its Transformer, in percent."""
+    """Return how much larger a figure of a size, or of its `twin`, is than its Transformer's, in percent."""
     return 100 * (getattr(costs[name + twin], figure) / getattr(costs[f"{name}-transformer"], figure) - 1)
 
 
@@ -119,12 +123,3 @@ def _findings(settings: CostSettings, costs: dict[str, Cost]) -> Iterator[Findin
             f"{none.counted_bytes / MIB:,.2f}; its weights are {more_weights:.2f} MiB more. The paper measured "
             f"{high - low:.2f} MB more, on a GPU.",
         )
-
-
-def _table(costs: dict[str, Cost]) -> Table:
-    columns = ["model", "parameters", "FLOPs a token", "weights, MiB", "peak of inference, MiB"]
-    rows: list[list[Cell]] = [
-        [name, cost.parameters, cost.flops, cost.weight_bytes / MIB, cost.counted_bytes / MIB]
-        for name, cost in costs.items()
-    ]
-    return Table(title="Costs: parameters and FLOPs by formula, memory counted", columns=columns, rows=rows)

@@ -41,9 +41,15 @@ Constants = dict[tuple[str, str], list[float]]
 
 
 def measure(settings: LipschitzSettings, _folder: Path, log: Log) -> Measured:
-    """Return the constants of the notebook's models."""
+    """Measure the constants of the notebook's models with every seed."""
     by_seed = [constants(settings, seed, log) for seed in range(settings.seeds)]
-    return Measured(findings=list(_findings(settings, by_seed)), tables=[_table(settings, by_seed[0])])
+    rows: list[list[Cell]] = []
+    for number, depth in enumerate(settings.depths):
+        for place, model in enumerate(MODELS):
+            printed = PRINTED[depth][place] if depth in PRINTED else None
+            rows.append([depth, model, printed, *(by_seed[0][model, dtype][number] for dtype in DTYPES)])
+    table = Table(title="Constants of seed 0", columns=["layers", "model", "the notebook's own", *DTYPES], rows=rows)
+    return Measured(findings=list(_findings(settings, by_seed)), tables=[table])
 
 
 # -- the notebook's models
@@ -86,7 +92,7 @@ class _Convolutions(nn.Module):
 
 
 def _models(settings: LipschitzSettings, depth: int) -> Iterator[tuple[str, nn.Module]]:
-    """Yield all of one depth, by the names of `MODELS`, in the order in which the notebook draws them."""
+    """Yield the models of one depth with their names, in the order in which the notebook draws their weights."""
     for name in ("Transformer", "MLP", "FANformer"):
         if name == "MLP":
             yield name, nn.Sequential(*(_Convolutions(settings.hidden_size) for _ in range(depth)))
@@ -104,7 +110,7 @@ def _models(settings: LipschitzSettings, depth: int) -> Iterator[tuple[str, nn.M
 
 @torch.no_grad()
 def constants(settings: LipschitzSettings, seed: int, log: Log) -> Constants:
-    """Return the constants of the models of one seed, in both number formats."""
+    """Measure the constants of the models of one seed, in both number formats."""
     measured: Constants = {(model, dtype): [] for model in MODELS for dtype in DTYPES}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -122,15 +128,15 @@ def constants(settings: LipschitzSettings, seed: int, log: Log) -> Constants:
 
 
 def _constant(model: nn.Module, first_bcyx: Tensor, second_bcyx: Tensor) -> float:
-    """Return the largest ratio of distances, over the inputs.
+    """Return the largest ratio, over the inputs, of the distance of two outputs to the distance of their two inputs.
 
-    They enter all at once, as in the notebook: how float32 rounds a product depends on its size.
+    All inputs enter at once, as in the notebook, since float32's rounding of a product depends on the product's size.
     """
     distances_b = (second_bcyx - first_bcyx).flatten(1).norm(dim=1)
     if isinstance(model[0], _Block):  # type: ignore[index]
         first_bcyx, second_bcyx = (x.flatten(2).transpose(1, 2) for x in (first_bcyx, second_bcyx))
-    apart_b = (model(second_bcyx) - model(first_bcyx)).flatten(1).norm(dim=1)
-    return (apart_b / distances_b).max().item()
+    output_distances_b = (model(second_bcyx) - model(first_bcyx)).flatten(1).norm(dim=1)
+    return (output_distances_b / distances_b).max().item()
 
 
 # -- findings
@@ -162,12 +168,3 @@ def _findings(settings: LipschitzSettings, by_seed: Sequence[Constants]) -> Iter
         sentence=f"In float32 the FANformer's constant at {depth} layers is {changed:.3g} times that of float64: the "
         f"difference of {settings.epsilon:g} is near the rounding of the numbers that carry it.",
     )
-
-
-def _table(settings: LipschitzSettings, measured: Constants) -> Table:
-    rows: list[list[Cell]] = []
-    for number, depth in enumerate(settings.depths):
-        for place, model in enumerate(MODELS):
-            printed = PRINTED[depth][place] if depth in PRINTED else None
-            rows.append([depth, model, printed, *(measured[model, dtype][number] for dtype in DTYPES)])
-    return Table(title="Constants of seed 0", columns=["layers", "model", "the notebook's own", *DTYPES], rows=rows)

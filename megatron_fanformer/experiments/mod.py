@@ -1,9 +1,9 @@
 """The fit of t mod 5 inside and outside the range of its samples (fig. 1a of the paper).
 
-Controls read t as it is: an original FAN network (Dong et al., 2024) and an MLP of as many parameters. A Transformer
-and a FANformer of as many parameters read t as a sequence of one token. Their norms divide by |t|, behind which little
-more than its sign is left: so a FANformer without the attention's norm is measured, too. The error is the mean square
-over an even grid; guessing the mean has 25/12.
+Two controls read the number t itself: an original FAN network (Dong et al., 2024) and an MLP of as many parameters. A
+Transformer and a FANformer of as many parameters read t as a sequence of one token. The norms of these two divide by
+|t|, which leaves little more than the sign of t: so a FANformer without the attention's norm is measured, too. Errors
+are mean squares over an even grid; a model that always answers the mean has 25/12.
 """
 
 import math
@@ -61,7 +61,13 @@ def measure(settings: ModSettings, _folder: Path, log: Log) -> Measured:
                 fits[name] = training.half_range, model
             log(f"seed {seed}: {name}: {inside:.3f} inside, {outside:.3f} outside")
     picture = render_png(lambda panels: _draw(panels[:, 0], fits), rows=len(fits), size=(8, 1.7))
-    return Measured(findings=list(_findings(errors)), tables=[_table(errors)], pictures={"fit.png": picture})
+    rows: list[list[Cell]] = [
+        [name, seed, inside, outside]
+        for name, by_place in errors.items()
+        for seed, (inside, outside) in enumerate(zip(by_place["inside"], by_place["outside"], strict=True))
+    ]
+    table = Table(title="Mean square errors", columns=["model", "seed", "inside", "outside"], rows=rows)
+    return Measured(findings=list(_findings(errors)), tables=[table], pictures={"fit.png": picture})
 
 
 class Training(NamedTuple):
@@ -83,22 +89,23 @@ class OneToken(nn.Module):
         if not has_norm:
             for layer in self.layers.layers:
                 layer.input_layernorm = nn.Identity()
-        self.before, self.behind = nn.Linear(1, config.hidden_size), nn.Linear(config.hidden_size, 1)
+        self.embed, self.read_out = nn.Linear(1, config.hidden_size), nn.Linear(config.hidden_size, 1)
 
     def forward(self, t: Tensor) -> Tensor:
         """[b, 1] -> [b, 1]."""
-        embedded = self.before(self.scale * t)[:, None]
-        return self.behind(self.layers(inputs_embeds=embedded, use_cache=False).last_hidden_state[:, 0])
+        embedded = self.embed(self.scale * t)[:, None]
+        return self.read_out(self.layers(inputs_embeds=embedded, use_cache=False).last_hidden_state[:, 0])
 
 
 def _mlp(parameters: int) -> nn.Module:
-    """Return an MLP of two layers with about as many parameters: 2 w² + 5 w + 1 of them, w wide."""
+    """Return an MLP with about `parameters` parameters: w wide, it has 2 w² + 5 w + 1."""
     width = round((math.sqrt(25 + 8 * (parameters - 1)) - 5) / 4)
     hidden = [layer for _ in range(2) for layer in (nn.Linear(width, width), nn.GELU())]
     return nn.Sequential(nn.Linear(1, width), *hidden, nn.Linear(width, 1))
 
 
 def _models(settings: ModSettings, seed: int) -> Iterator[tuple[str, nn.Module, Training]]:
+    """Yield the name, the model and the training of every model, with weights of a seed."""
     size = settings.control_size
     control = Training(settings.half_range, settings.control_steps, settings.control_rate, settings.batch_size)
     fan = seeded(
@@ -107,11 +114,11 @@ def _models(settings: ModSettings, seed: int) -> Iterator[tuple[str, nn.Module, 
     )
     yield FAN, fan, control
     yield MLP, seeded(seed, lambda: _mlp(sum(weight.numel() for weight in fan.parameters()))), control
-    of_models = Training(settings.model_half_range, settings.model_steps, settings.model_rate, settings.batch_size)
+    training = Training(settings.model_half_range, settings.model_steps, settings.model_rate, settings.batch_size)
     kinds = twins(fanformer_of(settings.model_layers, settings.model_size, NUM_HEADS, vocab_size=1))
     for name, twin in ((TRANSFORMER, TRANSFORMER), (SAME_PARAMETERS, SAME_PARAMETERS), (WITHOUT_NORM, SAME_PARAMETERS)):
         model = partial(OneToken, kinds[twin], settings.model_scale, seed, has_norm=name != WITHOUT_NORM)
-        yield name, seeded(seed, model), of_models
+        yield name, seeded(seed, model), training
 
 
 def target(t: Tensor) -> Tensor:
@@ -120,7 +127,7 @@ def target(t: Tensor) -> Tensor:
 
 
 def train(model: nn.Module, training: Training, seed: int) -> None:
-    """Minimize the mean square error by AdamW, over samples that the seed alone decides."""
+    """Minimize the mean square error by AdamW, over samples that depend on the seed alone."""
     samples = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=training.rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -159,15 +166,6 @@ def _findings(errors: Errors) -> Iterator[Finding]:
                 sentence=f"{place.capitalize()} the range the error of the {first} is {ours:.3g} times that of the "
                 f"{second} ({means[0]:.3g} and {means[1]:.3g} in the mean of {len(ratios)} seeds).",
             )
-
-
-def _table(errors: Errors) -> Table:
-    rows: list[list[Cell]] = [
-        [name, seed, inside, outside]
-        for name, of_model in errors.items()
-        for seed, (inside, outside) in enumerate(zip(of_model["inside"], of_model["outside"], strict=True))
-    ]
-    return Table(title="Mean square errors", columns=["model", "seed", "inside", "outside"], rows=rows)
 
 
 @torch.no_grad()

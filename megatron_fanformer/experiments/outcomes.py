@@ -1,7 +1,7 @@
 """States and results of a sweep's cells, from the runs' folders; the best points of a tuned axis; cells that are due.
 
-An axis such as the learning rates may be tuned: every arm of a comparison is to have the point that suits it. The
-choice is by runs of the first seed, and the comparison by the seeds after it: no arm is flattered by its own choice.
+An axis such as the learning rates may be tuned, so that every compared model has the point that suits it best. Runs of
+the first seed choose the point, and runs of later seeds are compared: no model profits from the choice by luck.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,15 +20,15 @@ State = Literal["complete", "failed", "begun", "to come"]
 DIVERGED = f"exit code {DivergenceError.exit_code}"  # a line of a cell's .failed
 DETERMINING = ("model", "data", "optimizer", "schedule", "training")
 """The sections of a configuration that decide what a run learns, up to rounding."""
-OF_MACHINE = {
+MACHINE_FIELDS = {
     *(f"training.{name}" for name in ("run_dir", "micro_batch_size", "eval_interval")),
     *ENDING_EARLY,
     "data.num_workers",
     "data.cache_path",
-    "data.allow_change",  # of one start: the trainer itself holds a run to its data
+    "data.allow_change",  # of one start; the trainer itself refuses other data
 }
-"""Fields of these that do not: where a run lies, when it pauses and measures (after its last step in any case), and how
-its machine reads and computes; a run fills in the fields that are left to the machine."""
+"""Fields of these sections that do not: where a run lies, when it pauses and evaluates (it always does after its last
+step), and how its machine reads and computes. A run fills in the fields that are left to the machine."""
 CUTTING = ("chunk_tokens", "limit_tokens", "npy_dtype", "folder")
 """Fields of `evaluation.perplexity` that decide which tokens of a set are scored, and their context."""
 
@@ -42,15 +42,15 @@ class Outcome:
     step: int
     """The last step in its metrics; 0 before the first."""
     failure: list[str]
-    """The error that its last run ended with, and its exit code; nothing if there is none."""
+    """The lines of the last run's error and exit code; none if it did not fail."""
     loss: float | None
-    """The loss by the sweep's metric; None unless it is complete."""
+    """The loss by the sweep's metric; None if the run is not complete, or lacks the metric."""
     seconds: float
-    """Time of its training steps."""
+    """Time of the run's training steps."""
 
     @property
     def diverged(self) -> bool:
-        """Return whether it ended by divergence, which a too high learning rate causes again at every try."""
+        """Return whether the run diverged, which too high a learning rate causes again at every try."""
         return DIVERGED in self.failure[1:]
 
     def __str__(self) -> str:
@@ -92,10 +92,10 @@ def outcome(sweep: Sweep, cell: Cell) -> Outcome:
 
 
 def outcomes(sweep: Sweep) -> list[Outcome]:
-    """Return the state and result of each cell, of those too that no best point was chosen for.
+    """Return the state and result of all cells, also of those at points of the tuned axis that are not the best.
 
     Raises:
-        InputError: runs in the folder are of other configurations than the file's; one line each.
+        InputError: the folder has runs of other configurations than the file's; the message has a line for each.
     """
     if problems := [problem for cell in sweep.cells if (problem := _difference(cell, sweep.metric)) is not None]:
         raise InputError("\n".join(problems))
@@ -103,7 +103,7 @@ def outcomes(sweep: Sweep) -> list[Outcome]:
 
 
 def _difference(cell: Cell, metric: str) -> str | None:
-    """Describe how the run in a cell's folder differs from the cell, if there is one and it does."""
+    """Describe a field in which the run in a cell's folder differs from the cell; None if there is none, or no run."""
     file = cell.run / run_folder.CONFIG
     if not file.is_file():
         return None
@@ -124,11 +124,11 @@ def _difference(cell: Cell, metric: str) -> str | None:
 def determining_fields(values: Mapping[str, Any], sections: Sequence[str] = DETERMINING) -> dict[str, Any]:
     """Return the fields of a configuration's sections that decide a run's losses, by their dotted names."""
     fields = {f"{section}.{name}": value for section in sections for name, value in (values.get(section) or {}).items()}
-    return {name: value for name, value in fields.items() if name not in OF_MACHINE}
+    return {name: value for name, value in fields.items() if name not in MACHINE_FIELDS}
 
 
 def _measuring_fields(values: Mapping[str, Any], metric: str) -> dict[str, Any]:
-    """Return those that decide how a perplexity set's loss is measured; other losses are by DETERMINING's alone."""
+    """Return the fields of `evaluation` that decide how `metric`, if it is a perplexity set's loss, is measured."""
     if not metric.endswith(PERPLEXITY_LOSS_SUFFIX):
         return {}
     perplexity, name = values["evaluation"]["perplexity"], metric.split("/")[1]
@@ -140,24 +140,24 @@ def _measuring_fields(values: Mapping[str, Any], metric: str) -> dict[str, Any]:
 
 
 class Choice(NamedTuple):
-    """The tuned axis's result at one point of every other axis."""
+    """The choice of the tuned axis's point for one combination of the other axes' points."""
 
     points: dict[str, str]
-    """Its point on each of the other axes."""
+    """The point on each of the other axes."""
     losses: dict[str, float | None]
-    """Loss by the tuned axis's point; None while a run has none, or since it diverged."""
+    """Loss by point of the tuned axis; None if the run is not complete, or diverged."""
     best: str | None
-    """The point of the lowest loss; None until every run there has ended, or if all of them diverged."""
+    """The point with the lowest loss; None until all these runs have ended, or if all diverged."""
 
     @property
     def is_at_the_edge(self) -> bool:
-        """Return whether a better point may lie beyond the axis's first or last."""
+        """Return whether the best is the first or last point of the axis, so that a better one may lie beyond."""
         points = list(self.losses)
         return len(points) > 2 and self.best in (points[0], points[-1])
 
 
 def choices(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[Choice]:
-    """Return the choice at each point of the axes that are not tuned, in the order of the cells."""
+    """Return the choice for each combination of points of the axes that are not tuned, in the order of the cells."""
     axis = sweep.config.tune
     tuning: dict[tuple[tuple[str, str], ...], list[Outcome]] = {}
     for outcome in outcomes:
@@ -165,9 +165,9 @@ def choices(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[Choice]:
             others = tuple((name, point) for name, point in outcome.cell.points.items() if name != axis)
             tuning.setdefault(others, []).append(outcome)
     choices = []
-    for others, of_these in tuning.items():
-        losses = {outcome.cell.points[str(axis)]: outcome.loss for outcome in of_these}
-        have_ended = all(outcome.loss is not None or outcome.diverged for outcome in of_these)
+    for others, runs in tuning.items():
+        losses = {run.cell.points[str(axis)]: run.loss for run in runs}
+        have_ended = all(run.loss is not None or run.diverged for run in runs)
         candidates = {point: loss for point, loss in losses.items() if loss is not None}
         best = min(candidates, key=candidates.__getitem__) if have_ended and candidates else None
         choices.append(Choice(dict(others), losses, best))
@@ -175,7 +175,7 @@ def choices(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[Choice]:
 
 
 def compared(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Return the cells that the comparisons are of: all, or those at the best points of the tuned axis."""
+    """Return the cells to compare: all of them or, with a tuned axis, those at its best points."""
     if sweep.config.tune is None:
         return list(outcomes)
     best = [{**choice.points, sweep.config.tune: choice.best} for choice in choices(sweep, outcomes)]
@@ -183,12 +183,12 @@ def compared(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 
 def in_play(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Return the cells that have run or are to run, as far as the choices are made: those for tuning come first."""
+    """Return the cells that take part so far: those for tuning, then those to compare, as far as points are chosen."""
     return [*(outcome for outcome in outcomes if outcome.cell.tunes), *compared(sweep, outcomes)]
 
 
 def unfinished(sweep: Sweep, playing: Sequence[Outcome]) -> list[str]:
-    """Return the problems that leave a sweep without a result though nothing is due, one line each."""
+    """Return the problems for which a sweep has no result although no cell is due, one line each."""
     return [
         f"{outcome.cell.name} has no {sweep.metric} at its last step; remove {outcome.cell.run} to train it again"
         for outcome in playing
@@ -202,8 +202,7 @@ def unfinished(sweep: Sweep, playing: Sequence[Outcome]) -> list[str]:
 
 
 def due(playing: Sequence[Outcome]) -> list[Cell]:
-    """Return the cells in play that can run now and are not complete; a choice that is made then brings more."""
-    # A tuning run that diverged would diverge again.
+    """Return the cells in play that can run now: all that are not complete, except tuning runs that diverged."""
     return [
         outcome.cell
         for outcome in playing
@@ -215,18 +214,18 @@ def due(playing: Sequence[Outcome]) -> list[Cell]:
 
 
 class Group(NamedTuple):
-    """The cells that differ in seed alone."""
+    """The cells at one point of every axis, which differ in seed alone."""
 
     points: dict[str, str]
-    """Its point on each axis."""
+    """The point on each axis."""
     cell: Cell
-    """One of its cells."""
+    """One of the cells."""
     losses: dict[int, float]
-    """Losses by seed, of the cells that have one."""
+    """Losses by seed, of the cells that have a loss."""
 
 
-def groups_of(outcomes: Sequence[Outcome]) -> list[Group]:
-    """Return all points, in the order of the cells."""
+def group_by_points(outcomes: Sequence[Outcome]) -> list[Group]:
+    """Group cells that differ in seed alone, in the order of the cells."""
     groups: dict[tuple[str, ...], Group] = {}
     for outcome in outcomes:
         key = tuple(outcome.cell.points.values())

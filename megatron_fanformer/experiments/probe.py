@@ -1,4 +1,4 @@
-"""The probes' settings, and the run of one: the paper's smaller experiments, each a file with a function `measure`.
+"""Runs the probes, the paper's smaller experiments: their settings. Each is a module with a function `measure`.
 
     FOLDER/*.png, README.md     pictures and findings, to look at
     FOLDER/result.json          the same as data, written last: a folder that has it is whole
@@ -34,12 +34,12 @@ Task = Literal["modular", "linear"]
 class LipschitzSettings:
     """Models at random weights that spread two near inputs, as the authors' notebook has it."""
 
-    seeds: int = 1  # draws of weights and inputs: 0 is the notebook's
+    seeds: int = 1  # seeds of weights and inputs; the notebook's is 0
     depths: tuple[int, ...] = (1, 2, 4)
     """Layers; the notebook goes on with 8, 12, 16, 24, … 196. Its random numbers run through them in order."""
     hidden_size: int = 512  # of the convolutions too; a multiple of num_heads
     num_heads: int = 8
-    samples: int = 10  # inputs; the constant is the largest of theirs
+    samples: int = 10  # inputs, of whose ratios the constant is the largest
     grid: int = 32  # each input is a grid of this many points a side
     epsilon: float = 1e-7  # standard deviation of the difference of the two inputs
 
@@ -54,8 +54,8 @@ class ModSettings:
     control_size: int = 128  # width of the FAN network; the MLP has as many parameters
     control_steps: int = 4000  # AdamW steps, each on `batch_size` new samples
     control_rate: float = 3e-3  # the learning rate at the start; it falls to 0 by a cosine
-    model_half_range: float = 20.0  # the same of the Transformer and the FANformer
-    model_scale: float = 0.25  # multiplies t before it enters them
+    model_half_range: float = 20.0  # half_range of the Transformer and the FANformer
+    model_scale: float = 0.25  # multiplies t before t enters the Transformer and the FANformer
     model_layers: int = 2
     model_size: int = 64  # the hidden size; the FANformer has the Transformer's number of parameters
     model_steps: int = 1000
@@ -94,7 +94,7 @@ class CostSettings:
 
 
 class Probe(NamedTuple):
-    """A line of the verb's list."""
+    """A probe, as `experiment` lists it."""
 
     about: str
     minutes: str
@@ -122,36 +122,32 @@ def experiment(options: ExperimentOptions) -> None:
         show(f"{name:9}  {probe.minutes:>4} min  {probe.about}" for name, probe in PROBES.items())
         return
     with ended_by_stop_signals("before the end; the same command keeps the runs that are done"):
-        _run(options, options.name)
-
-
-def _run(options: ExperimentOptions, name: str) -> None:
-    settings = read_settings(options)
-    device.prepare_megatron()
-    module = importlib.import_module(f"megatron_fanformer.experiments.{name}")
-    folder = options.output or Path(FOLDER, name)
-    stated = json.loads(json.dumps(asdict(settings)))
-    if (folder / RESULT).exists():
-        result = read_result(folder)
-        if (result.experiment, result.settings) != (name, stated):
-            raise InputError(
-                f"{folder} holds the result of {result.experiment} by other settings; name another --output, or remove "
-                f"its {RESULT} to measure again (finished runs are kept)"
-            )
-    else:
-        started = time.perf_counter()
-        measured: Measured = module.measure(settings, folder, lambda line: show([line]))
-        if measured.seconds is None:
-            measured = dataclasses.replace(measured, seconds=time.perf_counter() - started)
-        result = write_folder(folder, name, stated, measured)
-    show([*(finding.sentence for finding in result.findings), f"{folder / README} has all of it"])
+        settings = read_settings(options)
+        device.prepare_megatron()
+        module = importlib.import_module(f"megatron_fanformer.experiments.{options.name}")
+        folder = options.output or Path(FOLDER, options.name)
+        stated = json.loads(json.dumps(asdict(settings)))
+        if (folder / RESULT).exists():
+            result = read_result(folder)
+            if (result.experiment, result.settings) != (options.name, stated):
+                raise InputError(
+                    f"{folder} holds the result of {result.experiment} by other settings; name another --output, or "
+                    f"remove its {RESULT} to measure again (finished runs are kept)"
+                )
+        else:
+            started = time.perf_counter()
+            measured: Measured = module.measure(settings, folder, lambda line: show([line]))
+            if measured.seconds is None:
+                measured = dataclasses.replace(measured, seconds=time.perf_counter() - started)
+            result = write_folder(folder, options.name, stated, measured)
+        show([*(finding.sentence for finding in result.findings), f"{folder / README} has all of it"])
 
 
 def read_settings(options: ExperimentOptions) -> Any:
     """Return the settings of the named probe: its defaults, the options, the fields.
 
     Raises:
-        InputError: as `experiment`.
+        InputError: there is no such probe or setting, or a setting has a value that it cannot have.
     """
     name = str(options.name)
     if name not in PROBES:

@@ -23,7 +23,15 @@ from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import FanformerError, InputError, Interrupted
 from megatron_fanformer.experiments.cells import ENDING_EARLY, Cell, Sweep, read_sweep
-from megatron_fanformer.experiments.outcomes import choices, due, groups_of, in_play, outcome, outcomes, unfinished
+from megatron_fanformer.experiments.outcomes import (
+    choices,
+    due,
+    group_by_points,
+    in_play,
+    outcome,
+    outcomes,
+    unfinished,
+)
 from megatron_fanformer.experiments.result import README
 from megatron_fanformer.experiments.sweep_report import MISSING, write_report
 from megatron_fanformer.experiments.verbs import SweepOptions
@@ -87,7 +95,7 @@ def sweep(options: SweepOptions) -> None:
 def _plan_lines(sweep: Sweep) -> Iterator[str]:
     """Yield a row for each point, with its parameters beside the baseline's, and a line with the cost of all cells."""
     config, done = sweep.config, outcomes(sweep)
-    compare, groups = config.report.compare, groups_of(done)
+    compare, groups = config.report.compare, group_by_points(done)
     parameters = {tuple(group.points.values()): group.cell.parameters for group in groups}
     rows = []
     for points, cell, _ in groups:

@@ -28,7 +28,15 @@ from megatron_fanformer.experiments.intervals import (
     saving,
     too_little,
 )
-from megatron_fanformer.experiments.outcomes import Group, Outcome, choices, compared, groups_of, in_play, outcomes
+from megatron_fanformer.experiments.outcomes import (
+    Group,
+    Outcome,
+    choices,
+    compared,
+    group_by_points,
+    in_play,
+    outcomes,
+)
 from megatron_fanformer.experiments.result import Cell as TableCell
 from megatron_fanformer.experiments.result import Finding, Measured, Result, Table, write_folder
 from megatron_fanformer.pictures import render_png, set_logarithmic
@@ -48,7 +56,7 @@ def write_report(sweep: Sweep) -> Result:
         InputError: no cell is complete.
     """
     playing = in_play(sweep, outcomes(sweep))
-    groups = groups_of(compared(sweep, playing))
+    groups = group_by_points(compared(sweep, playing))
     if not any(group.losses for group in groups):
         raise InputError(f"no cell of {sweep.folder} has {sweep.metric} at its last step; use run, or status")
     fits = _fits(sweep, groups) if sweep.config.report.over in FITTED else {}

@@ -21,7 +21,7 @@ from megatron_fanformer.model.build import sharded_state
 from megatron_fanformer.model.fan_layer import ActivatedColumnParallelLinear, FANProjection
 from megatron_fanformer.parity.reordering import Reordering
 from megatron_fanformer.runtime.parallel import RankGrid
-from megatron_fanformer.runtime.pipeline import own_positions
+from megatron_fanformer.runtime.pipeline import local_positions
 from megatron_fanformer.runtime.seeding import local_shards
 
 TOKEN_LOSS = "token loss"
@@ -187,7 +187,7 @@ class OutputRecorder:
 
     def _positions(self, whole: int, length: int) -> np.ndarray:
         """Return which positions of a whole sequence an output of `length` has, by its length alone."""
-        positions = own_positions(torch.arange(whole).unsqueeze(0), self._grid).squeeze(0)
+        positions = local_positions(torch.arange(whole).unsqueeze(0), self._grid).squeeze(0)
         if length != len(positions):  # this tensor parallel rank's part of them
             positions = positions.chunk(len(positions) // length)[self._grid.groups.tp.rank()]
         return positions.numpy()

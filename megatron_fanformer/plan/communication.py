@@ -83,7 +83,6 @@ def _terms(job: Job, stage: int, rank: int) -> Iterator[Term]:
 
 
 def _chunk_terms(job: Job, chunk: Chunk) -> Iterator[Term]:
-    """Yield the tensor and context parallel collectives of a chunk for one micro batch."""
     if chunk.has_embedding:  # each rank looks up its part of the vocabulary; the parts are summed
         yield from (*_sum(job), *_gather(job))
     for term in (*layer_forward(job), *layer_backward(job)):
@@ -187,7 +186,6 @@ def _keys_and_values_bytes(job: Job) -> int:
 
 
 def _mlp(job: Job) -> Iterator[Term]:
-    """Yield the collectives of the MLP's forward."""
     yield from (*_gather(job), *_sum(job, _mlp_output_bytes(job)))
 
 
@@ -217,11 +215,10 @@ def _pipeline_terms(job: Job, stage: int) -> Iterator[Term]:
     # over the group of all ranks, so that both directions run at once.
     uses_world_group = parallel.virtual_stages > 1 and job.stages == 2 and stage == 1
     group = "world" if uses_world_group else "pp"
-    has_last_chunk, has_first_chunk = stage == job.stages - 1, stage == 0
     forward = Term(group, "send", "pipeline activations", job.boundary_bytes)
-    yield forward.times(sends - micro_batches if has_last_chunk else sends)
+    yield forward.times(sends - micro_batches if stage == job.stages - 1 else sends)  # the last chunk sends nothing
     backward = Term(group, "send", "pipeline gradients", job.boundary_bytes)
-    yield backward.times(sends - micro_batches if has_first_chunk else sends)
+    yield backward.times(sends - micro_batches if stage == 0 else sends)  # neither does the first
 
 
 def _replica_terms(job: Job, stage: int, chunk: Chunk, held: list[Weight]) -> Iterator[Term]:

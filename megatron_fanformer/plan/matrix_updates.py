@@ -103,8 +103,8 @@ class MatrixUpdates:
         }
         held = chunks(job.model, parallel, stage) if self._matrix_of else []
         self._chunks = [(chunk, weights(job.model, parallel, chunk)) for chunk in held]
-        every = [weight for _, chunk_weights in self._chunks for weight in chunk_weights]
-        self.matrices = [self._matrix_of[weight] for weight in every if weight in self._matrix_of]
+        stage_weights = (weight for _, chunk_weights in self._chunks for weight in chunk_weights)
+        self.matrices = [self._matrix_of[weight] for weight in stage_weights if weight in self._matrix_of]
         flops = {matrix: matrix.flops for matrix in set(self.matrices)}
         self._flops = [flops[matrix] for matrix in self.matrices]
         self._owner = owners(self._flops, self._ranks)

@@ -109,8 +109,6 @@ def reserve_bytes(job: Job, tensor_bytes: int) -> int:
 
 
 class _ChunkWeights(NamedTuple):
-    """The weights of a chunk on one rank."""
-
     weights: list[Weight]
     buffered: int  # elements of the gradient buffer, padding included
     updated: list[int]  # elements of each weight that the rank updates, last weight first, as in the buffer

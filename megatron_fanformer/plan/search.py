@@ -110,7 +110,11 @@ def all_layouts(config: RunConfig, gpus: int) -> Iterator[list[RunConfig]]:
             dataclasses.replace(config.training, micro_batch_size=size)
             for size in ([1] if rest or not samples else divisors(samples))
         ]
-        for chunks, form in itertools.product(_chunks(config.model, pipeline), _fan_forms(config.model, tensor)):
+        layers, rest = divmod(config.model.num_layers, pipeline)
+        chunk_counts = (
+            [None] if pipeline == 1 or rest else [number if number > 1 else None for number in divisors(layers)]
+        )
+        for chunks, form in itertools.product(chunk_counts, _fan_forms(config.model, tensor)):
             parallel = dataclasses.replace(
                 config.parallel,
                 tensor_model_parallel_size=tensor,
@@ -127,12 +131,6 @@ def all_layouts(config: RunConfig, gpus: int) -> Iterator[list[RunConfig]]:
             )
             parallel = dataclasses.replace(parallel, ddp_bucket_size=_bucket_size(config, parallel))
             yield [dataclasses.replace(config, parallel=parallel, training=training) for training in micro_batches]
-
-
-def _chunks(model: FANformerConfig, pipeline: int) -> list[int | None]:
-    """Return the numbers of chunks a stage to try; None stands for one."""
-    layers, rest = divmod(model.num_layers, pipeline)
-    return [None] if pipeline == 1 or rest else [number if number > 1 else None for number in divisors(layers)]
 
 
 def _bucket_size(config: RunConfig, parallel: ParallelConfig) -> int | None:

@@ -36,26 +36,26 @@ def loopback_store() -> dist.TCPStore:
 
 
 def store_of_ranks(address: devices.RankAddress, timeout: timedelta) -> Any:
-    """Return the store of the ranks, which the first one hosts unless their launcher does.
+    """Return the store at which the ranks meet; rank 0 hosts the store unless the launcher does.
 
     Raises:
-        FanformerError: the first rank is not reached in time, or its port is taken.
+        FanformerError: rank 0 is not reached in time, or the store's port is taken.
     """
-    where = f"tcp://{address.master_address}:{address.master_port}"
+    url = f"tcp://{address.master_address}:{address.master_port}"
     _await_name(address.master_address, timeout.total_seconds())
     try:
-        store, _, _ = next(dist.rendezvous(where, address.rank, address.world_size, timeout=timeout))
+        store, _, _ = next(dist.rendezvous(url, address.rank, address.world_size, timeout=timeout))
     except dist.DistError as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise FanformerError(
-            f"rank {address.rank} of {address.world_size} cannot meet the others at {where} ({reason}); check that all "
+            f"rank {address.rank} of {address.world_size} cannot meet the others at {url} ({reason}); check that all "
             "nodes were started with the same MASTER_ADDR and a free MASTER_PORT, and reach each other"
         ) from error
     return dist.PrefixStore(f"ranks-{devices.restart_count()}", store)  # torchrun's is the same after a restart
 
 
 def _await_name(name: str, seconds: float) -> None:
-    """Wait until a name resolves: a Kubernetes pod's appears after the pod has started."""
+    """Wait until a host name resolves, as a Kubernetes pod's does some time after its start; FanformerError in vain."""
     end, is_reported = time.monotonic() + seconds, False
     while True:
         try:
@@ -79,13 +79,13 @@ def is_main() -> bool:
 def on_main(function: Callable[[], Result]) -> Result:
     """Call a function on the main rank, and return its value on every rank of the process group; a collective call.
 
-    Only the main rank calls it; the others wait for as long as it takes. Its value must be one that can be pickled. In
-    a process without ranks it is simply called.
+    The other ranks wait for as long as the call takes. The value must be one that can be pickled. Without a process
+    group, the function is simply called.
 
     Raises:
-        FanformerError: the function's own error, of the same class and message on every rank. On the others it is
-            marked as reported elsewhere, so that the user reads it once. For any other exception, which the main rank
-            raises unchanged, the others report its class and message.
+        FanformerError: the function raised an error. The main rank raises it unchanged. The other ranks raise an error
+            of the same class and message (or, if it is not a FanformerError, one that states its class and message),
+            marked as reported elsewhere, so that the user reads it once.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return function()
@@ -97,7 +97,7 @@ def on_main(function: Callable[[], Result]) -> Result:
             value = function()
         except Exception as error:
             failure = error
-        outcome: Any = pickle.dumps((value, None if failure is None else _for_others(failure)))  # bytes, which it takes
+        outcome: Any = pickle.dumps((value, None if failure is None else _for_others(failure)))
         store.set(key, outcome)
     else:
         store.wait([key], LONGEST_WORK)
@@ -109,14 +109,15 @@ def on_main(function: Callable[[], Result]) -> Result:
 
 
 def raise_on_all(failure: Exception | None, group: dist.ProcessGroup) -> NoReturn:
-    """Raise the error of a group's first rank on all of its ranks, once each knows of it; a collective call.
+    """Raise an error of a group's first rank on all ranks of the group; a collective call, of a group for CPU tensors.
+
+    No rank raises before all ranks know the error.
 
     Args:
-        failure: on the first rank; None on the others.
-        group: whose tensors are on the CPU.
+        failure: the error on the first rank, which raises it unchanged; None on the others.
 
     Raises:
-        FanformerError: on the other ranks as `on_main` does; the first one raises its own, unchanged.
+        FanformerError: on the other ranks, with the error's message, marked as reported elsewhere.
     """
     box = [None if failure is None else _for_others(failure)]
     dist.broadcast_object_list(box, group=group, group_src=0)
@@ -125,13 +126,13 @@ def raise_on_all(failure: Exception | None, group: dist.ProcessGroup) -> NoRetur
 
 
 def reported_by_main(failure: Failure) -> Failure:
-    """Return an error that every rank raises by itself, on all but the main rank marked as reported elsewhere."""
+    """Mark an error that every rank raises by itself as reported elsewhere on all but the main rank; return it."""
     failure.already_reported = not is_main()
     return failure
 
 
-def of_every_rank(value: Result) -> list[Result]:
-    """Return the value of each rank, in their order, on all of them; a collective call, unless there is one rank."""
+def gather_values(value: Result) -> list[Result]:
+    """Return the values of all ranks, in rank order, on every rank; a collective call, unless there is one rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values = [value] * dist.get_world_size()
@@ -140,6 +141,7 @@ def of_every_rank(value: Result) -> list[Result]:
 
 
 def _for_others(error: Exception) -> FanformerError:
+    """Return a copy of this rank's error for the other ranks, marked as reported elsewhere."""
     if isinstance(error, FanformerError):
         copy = type(error)(str(error))
     else:

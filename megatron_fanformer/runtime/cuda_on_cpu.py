@@ -20,13 +20,7 @@ FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "rand", "randn", "
 
 @functools.cache
 def map_cuda() -> None:
-    """Patch torch; once."""
-    _map_factories()
-    _map_cuda_module()
-    _map_tensor_methods()
-
-
-def _map_factories() -> None:
+    """Patch torch's factories, `torch.cuda` and tensors; does nothing the second time."""
     import torch
     from torch.utils._device import _device_constructors
 
@@ -34,10 +28,45 @@ def _map_factories() -> None:
     # it must hold the originals, which the replacements call.
     _device_constructors()
     for name in FACTORIES:
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
+        setattr(torch, name, _make_on_cpu(getattr(torch, name)))
+
+    cuda: Any = torch.cuda
+    cpu = torch.device("cpu")
+    cuda.current_device = lambda: cpu  # gradient buffers, rotary embedding, distributed optimizer
+    cuda.set_device = lambda *_: None  # asynchronous save, schedules
+    cuda.device_count = lambda: 1  # the checkpoint writer divides by it
+    cuda.synchronize = lambda *_: None  # asynchronous save, timers
+    # Overlap of gradient reduction; the second where several groups of replicas have the optimizer's state.
+    cuda.current_stream = cuda.default_stream = lambda *_: _InertStream()
+    cuda.Stream = cuda.Event = _InertStream
+    cuda.stream = lambda *_: nullcontext()
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()  # the random tracker
+    cuda.set_rng_state = lambda state, *_: torch.set_rng_state(state)
+    cuda.manual_seed = torch.manual_seed
+    cuda.FloatTensor, cuda.HalfTensor = torch.FloatTensor, torch.HalfTensor  # bound by transformer.module
+    cuda.BFloat16Tensor = torch.BFloat16Tensor
+
+    plain_type = torch.Tensor.type
+    # What gradient clipping and the distributed optimizer accept.
+    cuda_names = {
+        torch.float32: "torch.cuda.FloatTensor",
+        torch.float16: "torch.cuda.HalfTensor",
+        torch.bfloat16: "torch.cuda.BFloat16Tensor",
+    }
+
+    def type_as_on_cuda(self: "torch.Tensor", *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return plain_type(self, *args, **kwargs)
+        return cuda_names.get(self.dtype) or plain_type(self)
+
+    tensor: Any = torch.Tensor
+    tensor.cuda = lambda self, *_args, **_kwargs: self  # gathering of optimizer state, fully parallel load
+    tensor.type = type_as_on_cuda
 
 
-def _on_cpu(factory: Callable[..., "torch.Tensor"]) -> Callable[..., "torch.Tensor"]:
+def _make_on_cpu(factory: Callable[..., "torch.Tensor"]) -> Callable[..., "torch.Tensor"]:
+    """Return a factory that makes the tensors that are asked of CUDA on the CPU, and none in pinned memory."""
+
     @functools.wraps(factory)
     def on_cpu(*args: Any, **kwargs: Any) -> "torch.Tensor":
         device = kwargs.get("device")
@@ -61,44 +90,3 @@ class _InertStream:
 
     def query(self) -> bool:
         return True
-
-
-def _map_cuda_module() -> None:
-    import torch
-
-    cuda: Any = torch.cuda
-    cpu = torch.device("cpu")
-    cuda.current_device = lambda: cpu  # gradient buffers, rotary embedding, distributed optimizer
-    cuda.set_device = lambda *_: None  # asynchronous save, schedules
-    cuda.device_count = lambda: 1  # the checkpoint writer divides by it
-    cuda.synchronize = lambda *_: None  # asynchronous save, timers
-    # Overlap of gradient reduction; the second where several groups of replicas have the optimizer's state.
-    cuda.current_stream = cuda.default_stream = lambda *_: _InertStream()
-    cuda.Stream = cuda.Event = _InertStream
-    cuda.stream = lambda *_: nullcontext()
-    cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()  # the random tracker
-    cuda.set_rng_state = lambda state, *_: torch.set_rng_state(state)
-    cuda.manual_seed = torch.manual_seed
-    cuda.FloatTensor, cuda.HalfTensor = torch.FloatTensor, torch.HalfTensor  # bound by transformer.module
-    cuda.BFloat16Tensor = torch.BFloat16Tensor
-
-
-def _map_tensor_methods() -> None:
-    import torch
-
-    plain_type = torch.Tensor.type
-    # What gradient clipping and the distributed optimizer accept.
-    cuda_names = {
-        torch.float32: "torch.cuda.FloatTensor",
-        torch.float16: "torch.cuda.HalfTensor",
-        torch.bfloat16: "torch.cuda.BFloat16Tensor",
-    }
-
-    def type_as_on_cuda(self: "torch.Tensor", *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs:
-            return plain_type(self, *args, **kwargs)
-        return cuda_names.get(self.dtype) or plain_type(self)
-
-    tensor: Any = torch.Tensor
-    tensor.cuda = lambda self, *_args, **_kwargs: self  # gathering of optimizer state, fully parallel load
-    tensor.type = type_as_on_cuda

@@ -31,26 +31,26 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 AFTER_HOPPER = re.compile(r"\b[GV]?[BR]\d{3}\b|Blackwell")
 
 
-def resolve_device(wanted: Literal["auto", "cuda", "cpu"]) -> DeviceKind:
+def resolve_device(setting: Literal["auto", "cuda", "cpu"]) -> DeviceKind:
     """Return the device to run on; `auto` uses a usable GPU, else the CPU.
 
     Raises:
-        InputError: CUDA is configured and not usable, or a GPU's driver is loaded that this torch cannot use: a
-            broken installation must not silently start a CPU run.
+        InputError: a CPU run can see a usable GPU; CUDA is configured and not usable; or a GPU's driver is
+            loaded that torch cannot use, since a broken installation must not silently start a CPU run.
     """
     import torch
 
     if torch.cuda.is_available():
-        if wanted == "cpu":
+        if setting == "cpu":
             raise InputError(
                 "runtime.device is cpu on a machine with a usable GPU, which megatron-core would partly use; hide it "
                 f"with an empty {VISIBLE_GPUS} in the environment, or set runtime.device to auto"
             )
         return "cuda"
     is_hidden = os.environ.get(VISIBLE_GPUS) == ""
-    if wanted == "cpu" or (wanted == "auto" and is_hidden):
+    if setting == "cpu" or (setting == "auto" and is_hidden):
         return "cpu"
-    if wanted == "cuda":
+    if setting == "cuda":
         raise InputError(
             "runtime.device is cuda, but torch finds no usable GPU; check the driver with nvidia-smi, or set it to cpu"
         )
@@ -66,7 +66,7 @@ def torch_device(kind: DeviceKind) -> "torch.device":
     """Return the device of this process's tensors: the GPU that `configure_process` selected, or the CPU."""
     import torch
 
-    # As megatron-core names it, too; a number alone is the GPU of that number.
+    # A number alone is the GPU of that number; megatron-core names it so, too.
     return torch.device(torch.cuda.current_device() if kind == "cuda" else "cpu")
 
 
@@ -85,12 +85,12 @@ def cache_folder() -> Path:
 
 
 def cache_of(name: str) -> Path | None:
-    """Return the cache folder for a URL, None for a file of this machine."""
+    """Return the cache folder if `name` is a URL; None for a path of this machine."""
     return cache_folder() if is_url(name) else None
 
 
 def hide_gpus() -> None:
-    """Make this process and its children see no GPU; must be called before torch looks for one."""
+    """Hide all GPUs from this process and its children; must be called before torch looks for a GPU."""
     os.environ[VISIBLE_GPUS] = ""
 
 
@@ -103,7 +103,7 @@ def has_bf16_matrix_units(device: DeviceKind) -> bool:
 
     if device == "cuda":
         return torch.cuda.is_bf16_supported()
-    # torch.cpu offers no public query for either; the first one asks oneDNN, the others the CPU
+    # torch has no public query. The first asks oneDNN, the others ask the CPU.
     is_used: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return is_used and (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
 
@@ -119,7 +119,7 @@ def has_fused_gradient_kernel() -> bool:
 
 
 def has_transformer_engine() -> bool:
-    """Return whether Transformer Engine is installed, and a GPU to run it on."""
+    """Return whether Transformer Engine is installed and torch finds a GPU."""
     import torch
 
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
@@ -149,7 +149,7 @@ def fp8_problem(recipe: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class RankAddress:
-    """This process's rank as its launcher states it, and where the ranks meet."""
+    """This process's rank, by its launcher, and the address of the store at which the ranks meet."""
 
     rank: int
     world_size: int
@@ -160,7 +160,10 @@ class RankAddress:
 
 
 def rank_address() -> RankAddress | None:
-    """Return this process's rank as torchrun or Slurm reports it; None if it was started without either."""
+    """Return this process's rank as torchrun or Slurm reports it; None if it was started without either.
+
+    Raises InputError if Slurm started several tasks, and MASTER_ADDR is not set.
+    """
     env = os.environ
     if "RANK" in env and "WORLD_SIZE" in env:
         return RankAddress(
@@ -171,19 +174,33 @@ def rank_address() -> RankAddress | None:
             master_address=env.get("MASTER_ADDR", "localhost"),
             master_port=int(env.get("MASTER_PORT", "29500")),
         )
-    # A batch script itself has SLURM_NTASKS too; only `srun` sets the step's own number of tasks.
-    if int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        return _slurm_address(env)
-    return None
+    # A batch script itself has SLURM_NTASKS, too; only `srun` sets the number of tasks of a step.
+    if int(env.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
+        return None
+    if "MASTER_ADDR" not in env:
+        raise InputError(
+            "Slurm started several tasks, but MASTER_ADDR is not set; export the first node's name as MASTER_ADDR "
+            "before srun, as examples/slurm.sh does"
+        )
+    tasks = int(env["SLURM_STEP_NUM_TASKS"])
+    tasks_per_node = env.get("SLURM_STEP_TASKS_PER_NODE", str(tasks))  # such as "8(x4)": uneven steps are not used
+    return RankAddress(
+        rank=int(env["SLURM_PROCID"]),
+        world_size=tasks,
+        local_rank=int(env["SLURM_LOCALID"]),
+        local_world_size=int(tasks_per_node.split("(")[0].split(",")[0]),
+        master_address=env["MASTER_ADDR"],
+        master_port=int(env.get("MASTER_PORT", "29500")),
+    )
 
 
 def rank_number() -> int:
-    """Return this process's rank among those of its launcher, whatever else that states; 0 where there is none."""
+    """Return this process's rank as torchrun or Slurm states it; 0 if it was started without either."""
     return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
 
 
 def restart_count() -> int:
-    """Return how often torchrun's agent has started this rank again."""
+    """Return how often torchrun's agent has restarted this rank."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
@@ -202,7 +219,7 @@ def is_bound_by_launcher() -> bool:
 
 
 def gpu_models() -> list[str]:
-    """Return the models of this machine's GPUs, as the driver lists them: without torch, and whoever may see them."""
+    """Return the models of all GPUs of this machine, hidden ones included, from the driver's files, without torch."""
     texts = (file.read_text() for file in sorted(NVIDIA_DRIVER.glob("gpus/*/information")))
     return [line.partition(":")[2].strip() for text in texts for line in text.splitlines() if line.startswith("Model")]
 
@@ -213,7 +230,7 @@ def is_after_hopper() -> bool:
 
 
 def sees_gpus() -> bool:
-    """Return whether this process could use a GPU, without torch: the driver lists one, and it is not hidden."""
+    """Return, without importing torch, whether the driver lists a GPU and GPUs are not hidden from this process."""
     return os.environ.get(VISIBLE_GPUS) != "" and bool(gpu_models())
 
 
@@ -222,32 +239,14 @@ def node_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def _slurm_address(env: "os._Environ[str]") -> RankAddress:
-    if "MASTER_ADDR" not in env:
-        raise InputError(
-            "Slurm started several tasks, but MASTER_ADDR is not set; export the first node's name as MASTER_ADDR "
-            "before srun, as examples/slurm.sh does"
-        )
-    tasks = int(env["SLURM_STEP_NUM_TASKS"])
-    tasks_per_node = env.get("SLURM_STEP_TASKS_PER_NODE", str(tasks))  # such as "8(x4)": uneven steps are not used
-    return RankAddress(
-        rank=int(env["SLURM_PROCID"]),
-        world_size=tasks,
-        local_rank=int(env["SLURM_LOCALID"]),
-        local_world_size=int(tasks_per_node.split("(")[0].split(",")[0]),
-        master_address=env["MASTER_ADDR"],
-        master_port=int(env.get("MASTER_PORT", "29500")),
-    )
-
-
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 LOOPBACK_INTERFACE = "lo"
 
 
 def listen_on_loopback() -> None:
-    """Make this process's groups listen on the loopback, unless the environment names an interface.
+    """Make process groups of one machine's ranks listen on the loopback, unless the environment names an interface.
 
-    For ranks of one machine; must be called before the first group is made.
+    Must be called before the first group is made.
     """
     for name in INTERFACES:
         os.environ.setdefault(name, LOOPBACK_INTERFACE)
@@ -266,9 +265,9 @@ def rank_environment(
     Ranks of one machine listen on its loopback alone, unless the environment names an interface.
 
     Args:
-        store_port: of the store in this process at which the ranks meet.
-        payload: file of the payload of `launch.launch_ranks`.
-        error: file for the rank's error.
+        store_port: the port of this process's store, at which the ranks meet.
+        payload: the file with the payload of `launch.launch_ranks`.
+        error: the file for the rank's error.
     """
     return {
         **os.environ,
@@ -308,36 +307,38 @@ def payload_file() -> Path | None:
 
 
 def error_file() -> Path | None:
-    """Return where this rank's launcher, ours or torchrun, expects its error; None if nowhere."""
+    """Return the file in which this rank's launcher, ours or torchrun, expects an error; None if it expects none."""
     return Path(os.environ[ERROR_FILE]) if os.environ.get(ERROR_FILE) else None
 
 
-# glibc's mallopt: never trim the heap, grow it by 256 MiB, and take nothing from outside it. By the variables that set
-# the same: number of the parameter, value.
-KEEPING = {"MALLOC_TRIM_THRESHOLD_": (-1, -1), "MALLOC_TOP_PAD_": (-2, 2**28), "MALLOC_MMAP_MAX_": (-4, 0)}
+# Settings of glibc's mallopt: never trim the heap, grow it by 256 MiB, and take nothing from outside it. Keys are the
+# environment variables by which a user sets the same; values are the number and the value of the parameter.
+MALLOPT_SETTINGS = {"MALLOC_TRIM_THRESHOLD_": (-1, -1), "MALLOC_TOP_PAD_": (-2, 2**28), "MALLOC_MMAP_MAX_": (-4, 0)}
 _is_kept = False
 
 
 def keep_freed_memory() -> None:
     """Make glibc keep freed memory for the next step instead of returning large pieces to the kernel.
 
-    The kernel would zero the pages again, thousands of huge ones a step. The process stays as large as at its peak, and
-    grows where sizes change from step to step: see `return_freed_memory`. Variables in the environment win.
+    Otherwise the kernel zeroes thousands of huge pages anew in every step. The process stays as large as at its peak,
+    and grows if sizes change from step to step (`return_freed_memory`). A user's own malloc settings win.
     """
     global _is_kept
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    is_set = any(name in os.environ for name in KEEPING) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
+    is_set = any(name in os.environ for name in MALLOPT_SETTINGS) or "glibc.malloc." in os.environ.get(
+        "GLIBC_TUNABLES", ""
+    )
     if mallopt is None or is_set:
         return
-    for parameter, value in KEEPING.values():
+    for parameter, value in MALLOPT_SETTINGS.values():
         mallopt(parameter, value)
     _is_kept = True
 
 
 def return_freed_memory() -> None:
-    """Return unused memory that `keep_freed_memory` has kept to the kernel.
+    """Give the kernel back the unused memory that `keep_freed_memory` has kept.
 
-    Call it now and then where tensors have many sizes: pieces kept for one size seldom fit the next, and the process
+    Call it now and then if tensors have many sizes: pieces kept for one size seldom fit the next, and the process
     would grow without end (beyond 23 GB in scoring the paper's tasks by a model of 13 MB).
     """
     if _is_kept:
@@ -345,9 +346,9 @@ def return_freed_memory() -> None:
 
 
 def prepare_libraries(shape: environment.RunShape = environment.ANY_SHAPE) -> list[str]:
-    """Set all that libraries read when they are imported, and return the user's own values that differ.
+    """Set the variables that libraries read when they are imported; return a line for each user's value that differs.
 
-    Every process that computes begins with it.
+    Every process that computes calls this first.
 
     Raises:
         InputError: the environment has a value that would make the run wrong.
@@ -371,23 +372,23 @@ def prepare_megatron(shape: environment.RunShape = environment.ANY_SHAPE, *, on_
 
 
 def threads_of_environment() -> int | None:
-    """Return the threads that OMP_NUM_THREADS gives each process; None where it is not set, or is no number."""
+    """Return the number of threads in OMP_NUM_THREADS; None if that is not set, or is no number."""
     outermost = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # a list is of nested regions
     return int(outermost) if outermost.isdecimal() and int(outermost) > 0 else None
 
 
 def threads_per_rank(local_ranks: int) -> int:
-    """Return the CPU threads of each rank on this machine: the environment's, else its usable cores, shared evenly."""
+    """Return the CPU threads of each rank on this machine: OMP_NUM_THREADS, else an equal share of the usable cores."""
     # A rank that is bound sees its own cores alone.
     return threads_of_environment() or max(1, usable_cores() // (1 if is_bound_by_launcher() else local_ranks))
 
 
 def configure_process(device: DeviceKind, local_rank: int, threads: int, *, deterministic: bool = False) -> None:
-    """Select this rank's GPU, or set this rank's CPU threads, and have it keep the memory that it frees.
+    """Select this rank's GPU; or, on a CPU, set the number of its threads and keep the memory that it frees.
 
     Args:
-        deterministic: restrict torch to algorithms that give the same bits every time on a GPU; its libraries are by
-            `prepare_libraries`.
+        deterministic: on a GPU, restrict torch to algorithms that give the same bits every time. (`prepare_libraries`
+            sets the variables that libraries need for that.)
     """
     import torch
 

@@ -8,6 +8,7 @@ import importlib.util
 import os
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from megatron_fanformer.runtime.layout import ParallelConfig
 
 OMP_THREADS = "OMP_NUM_THREADS"
 SET_HERE = "FANFORMER_ENVIRONMENT"
-"""Names of the variables that this program has set: they are not the user's for its later runs and its children."""
+"""Names of the variables that this program has set: its later runs and children must not take them for the user's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,27 +31,21 @@ class RunShape:
     cuda_graphs: bool = False
     deterministic: bool = False
     is_after_hopper: bool = False
-    """Whether this machine's GPUs are of the Blackwell architecture or later."""
+    """True if this machine's GPUs are of the Blackwell architecture or later."""
     threads: int | None = None
-    """CPU threads of this rank, where nobody else has set them."""
+    """CPU threads of this rank; None: leave the number alone."""
     is_any: bool = False
-    """Whether it is no run's process, and may take any layout, as those of `parity` do."""
+    """True for a process that may run several layouts one after the other, as those of `parity` do."""
 
     @property
     def ranks(self) -> int:
-        """Ranks of the run."""
+        """Return the number of the run's ranks."""
         parallel = self.parallel
         return self.replicas * parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
 
     @property
-    def orders_launches(self) -> bool:
-        """Return whether tensor or context parallel communication overlaps with products, before Blackwell."""
-        shards = self.parallel.tensor_model_parallel_size > 1 or self.parallel.context_parallel_size > 1
-        return shards and not self.is_after_hopper
-
-    @property
     def overlaps_norms(self) -> bool:
-        """Return whether NCCL's kernels run beside a layer's norms: sums over replicas, interleaved stages."""
+        """Return whether NCCL's kernels run beside norms: for sums over replicas, or interleaved stages."""
         sums = any(self.parallel.resolved_overlaps(is_faster=self.over_nccl and self.replicas > 1))
         return self.over_nccl and self.ranks > 1 and (sums or self.parallel.virtual_stages > 1)
 
@@ -59,7 +54,7 @@ ANY_SHAPE = RunShape(parallel=ParallelConfig(), replicas=1, is_any=True)
 
 
 Value = Callable[[RunShape], str | None]
-"""Returns a variable's value for a process of a run; None: it is left alone."""
+"""Returns a variable's value for a process of a run; None: the variable is left alone."""
 
 
 class Setting(NamedTuple):
@@ -68,17 +63,20 @@ class Setting(NamedTuple):
     variable: str
     value: Value
     other: str = ""
-    """Another name of the same setting, by which a user may have made it."""
+    """Another variable by which a user may have made the same setting."""
     is_required: bool = False
-    """Whether another value in the environment would make the run wrong, and is refused."""
+    """True if another value in the environment would make the run wrong, so that it is refused."""
 
 
 def _fixed(value: str, applies: Callable[[RunShape], bool] = lambda _: True) -> Value:
+    """Return a function that returns `value` for runs to which it applies, and None for others."""
     return lambda shape: value if applies(shape) else None
 
 
 def _connections(shape: RunShape) -> str:
-    return "1" if shape.ranks == 1 or shape.orders_launches else "32"
+    # Before Blackwell, overlap of tensor or context parallel communication relies on the order of launches.
+    shards = shape.parallel.tensor_model_parallel_size > 1 or shape.parallel.context_parallel_size > 1
+    return "1" if shape.ranks == 1 or (shards and not shape.is_after_hopper) else "32"
 
 
 def _cudnn_of_torch(_shape: RunShape) -> str | None:
@@ -91,22 +89,19 @@ def _peers(shape: RunShape) -> bool:
     return shape.over_nccl and shape.ranks > 1
 
 
-def _is_exact(shape: RunShape) -> bool:
-    return shape.deterministic
-
-
+IS_DETERMINISTIC = attrgetter("deterministic")
 MARGIN = _fixed("20", lambda shape: shape.overlaps_norms)
 SETTINGS = (
-    # The overlap of tensor-parallel communication relies on the order of launches; else streams wait in one queue.
+    # With one connection launches keep their order; with more, streams do not wait in one queue.
     Setting("CUDA_DEVICE_MAX_CONNECTIONS", _connections),
-    # Collectives overtake products.
+    # Lets collectives overtake matrix products.
     Setting("TORCH_NCCL_HIGH_PRIORITY", _fixed("1", _peers)),
     # torch's flight recorder; the other name is that of earlier torches.
     Setting("TORCH_FR_BUFFER_SIZE", _fixed("2000", _peers), other="TORCH_NCCL_TRACE_BUFFER_SIZE"),
     # The Engine's norms occupy every multiprocessor, and would wait for NCCL's kernels (Megatron-Bridge).
     Setting("NVTE_FWD_LAYERNORM_SM_MARGIN", MARGIN),
     Setting("NVTE_BWD_LAYERNORM_SM_MARGIN", MARGIN),
-    # Free memory in pieces is used (PyTorch).
+    # Lets the allocator use free memory that is in pieces (PyTorch).
     Setting(
         "PYTORCH_ALLOC_CONF",
         _fixed("expandable_segments:True", lambda shape: not shape.is_any),
@@ -117,9 +112,9 @@ SETTINGS = (
     # A rank's share of the cores: OpenMP would start a thread for every core in each rank.
     Setting(OMP_THREADS, lambda shape: None if shape.threads is None else str(shape.threads)),
     # Attention's backward adds in any order, cuBLAS splits products by stream, NCCL chooses by measuring at its start.
-    Setting("NVTE_ALLOW_NONDETERMINISTIC_ALGO", _fixed("0", _is_exact), is_required=True),
-    Setting("CUBLAS_WORKSPACE_CONFIG", _fixed(":4096:8", _is_exact), is_required=True),
-    Setting("NCCL_ALGO", _fixed("Ring", _is_exact)),
+    Setting("NVTE_ALLOW_NONDETERMINISTIC_ALGO", _fixed("0", IS_DETERMINISTIC), is_required=True),
+    Setting("CUBLAS_WORKSPACE_CONFIG", _fixed(":4096:8", IS_DETERMINISTIC), is_required=True),
+    Setting("NCCL_ALGO", _fixed("Ring", IS_DETERMINISTIC)),
     # With two cuDNNs the Engine's attention falls back to one that keeps every score, without a word.
     Setting("CUDNN_HOME", _cudnn_of_torch, other="CUDNN_PATH"),
     # The kernel zeroes pages of 4 KiB one by one (PyTorch).
@@ -131,7 +126,7 @@ def prepare(shape: RunShape = ANY_SHAPE, env: MutableMapping[str, str] = os.envi
     """Set the variables that the environment leaves open; call it before torch is imported and a GPU is used.
 
     Returns:
-        The user's values that this run would have set otherwise, but for numbers of threads.
+        A line for each value of the user that this run would have set otherwise, except a number of threads.
 
     Raises:
         InputError: the environment has a value that would make the run wrong; nothing was set.
@@ -155,6 +150,6 @@ def prepare(shape: RunShape = ANY_SHAPE, env: MutableMapping[str, str] = os.envi
             env[name] = value
             set_here.add(name)
         else:
-            env.pop(name, None)  # of a run before this one
+            env.pop(name, None)  # set for an earlier run of this process
     env[SET_HERE] = ",".join(sorted(set_here))
     return kept

@@ -34,10 +34,11 @@ CLOSING_SECONDS = 90.0  # for rank 0's last logs once the others have ended: W&B
 
 
 def refuse_ranks_without_gpu(ranks: int, runtime: RuntimeConfig, *, origin: str, remedy: str) -> None:
-    """Raise InputError where ranks on this machine are to have a GPU each, and it has fewer.
+    """Raise InputError if each of `ranks` local ranks needs a GPU, and this machine has fewer.
 
     Args:
-        origin: the setting that requires so many.
+        origin: the setting that requires so many ranks, for the message.
+        remedy: the end of the message.
     """
     import torch  # after errors are reported
 
@@ -66,27 +67,27 @@ class _Rank:
     number: int
     process: "subprocess.Popen[bytes]"
     error: Path
-    """A file, of an error that the other ranks need not be waited for."""
+    """The file to which the rank writes the error with which it fails."""
 
     @property
     def code(self) -> int | None:
-        """Its exit code, negative for a signal; None while it is running."""
+        """Return the process's exit code, negative for a signal; None while it is running."""
         return self.process.poll()
 
     @property
     def has_failed(self) -> bool:
-        """Return whether it ended otherwise than by saving on a signal to stop."""
+        """Return whether the rank has ended without success and without having saved on a signal to stop."""
         return self.code not in (None, 0) and (self.code != Interrupted.exit_code or self.error.exists())
 
     def failure(self, stop: signal.Signals | None) -> FanformerError:
-        """Return the error to raise for a rank that has failed."""
+        """Return the error to raise for this failed rank; `stop` is the signal that stopped the launcher, if any."""
         code, message, stack = self.process.returncode, "", ""
         with suppress(OSError, ValueError):
-            left = json.loads(self.error.read_text())["message"]
-            message, stack = left["message"], left["extraInfo"]["py_callstack"]
+            report = json.loads(self.error.read_text())["message"]
+            message, stack = report["message"], report["extraInfo"]["py_callstack"]
         if code == Interrupted.exit_code:
             return Interrupted(message.replace(signal.SIGTERM.name, stop.name, 1) if stop else message)
-        if stop and code == -signal.SIGTERM:  # before it listened
+        if stop and code == -signal.SIGTERM:  # before the rank handled signals
             return Interrupted(f"stopped on {stop.name} {NOTHING_LOST}")
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return RankFailed(message or f"rank {self.number}: {how}", max(code, 1), stack)
@@ -118,7 +119,7 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str], *, threads: int, payl
                     environment = devices.rank_environment(
                         number, num_ranks, threads=threads, store_port=store.port, payload=file, error=error
                     )
-                    ranks.append(_Rank(number=number, process=_started(arguments, environment), error=error))
+                    ranks.append(_Rank(number=number, process=_start_rank(arguments, environment), error=error))
                 _wait_for(ranks, signals)
             finally:
                 for rank in ranks:
@@ -128,14 +129,19 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str], *, threads: int, payl
                         rank.process.wait(KILLED_SECONDS)
 
 
-def _started(arguments: Sequence[str], environment: dict[str, str]) -> "subprocess.Popen[bytes]":
+def _start_rank(arguments: Sequence[str], environment: dict[str, str]) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-u", "-m", "megatron_fanformer", *arguments]
     # In a session of its own: a terminal's signals are for this process, which passes them on.
     return subprocess.Popen(command, env=environment, start_new_session=True)
 
 
 def _wait_for(ranks: list[_Rank], signals: "deque[signal.Signals]") -> None:
-    """Wait until all ranks have ended, and pass signals on, of those to stop the first. Raises like `launch_ranks`."""
+    """Wait until all ranks have ended or one has failed; pass on requests to save, and the first signal to stop.
+
+    Raises:
+        RankFailed: a rank failed, or did not end in time after a signal or the end of another rank.
+        Interrupted: ranks ended because of a signal.
+    """
     stop: signal.Signals | None = None
     deadline = float("inf")
     while any(rank.code is None for rank in ranks) and not any(rank.has_failed for rank in ranks):
@@ -160,7 +166,7 @@ def _wait_for(ranks: list[_Rank], signals: "deque[signal.Signals]") -> None:
         grace = time.monotonic() + FAILURE_GRACE_SECONDS
         while time.monotonic() < grace and any(rank.code is None for rank in ranks):
             time.sleep(POLL_SECONDS)
-        # Where one was stopped, others fail for lack of it.
+        # If one rank was stopped, the others fail because it is gone.
         failures = [rank.failure(stop) for rank in ranks if rank.has_failed]
         raise next((failure for failure in failures if isinstance(failure, Interrupted)), failures[0])
     if any(rank.code for rank in ranks):
@@ -180,8 +186,8 @@ def read_payload() -> Any:
 def end_with_launcher() -> None:
     """Make this rank end when the process that launched it does; to be called first.
 
-    Ours is only ever killed without its ranks by SIGKILL: then they end at once, too. torchrun leaves its ranks behind
-    on a second signal, while they save: they get the signal to stop once more. (Slurm ends its own steps.)
+    Only SIGKILL ends our launcher without its ranks: then they end at once, too. A second signal makes torchrun leave
+    its ranks behind while they save: they get the signal to stop once more. (Slurm ends its ranks itself.)
     """
     if (launcher := devices.launcher_process()) is not None:
         end_with_owner(launcher)
@@ -201,20 +207,20 @@ def report_failure() -> Iterator[None]:
         raise
     except Exception as error:
         if getattr(error, "already_reported", False):
-            # The peer's own error is the one that the user must see. Our launcher ends all others with the first: the
-            # peer is to close what it has open, and ends this one.
+            # The user must see the peer's error, not this one. Our launcher ends all ranks with the first that fails:
+            # this rank waits, so that the peer writes its last logs and is the first.
             time.sleep(CLOSING_SECONDS if devices.launched_here() else PEER_FAILURE_WAIT_SECONDS)
         _leave_for_launcher(error)
         raise
 
 
 def _leave_for_launcher(error: Exception) -> None:
-    """Write an error as torch's launchers read it."""
+    """Write an error to the launcher's file, if it has one, in the format of torch's launchers."""
     file = devices.error_file()
     if file is None:
         return
     text = str(error) if isinstance(error, FanformerError) else f"{type(error).__name__}: {error}"
-    if not isinstance(error, Interrupted | PeerFailed | DivergenceError):  # which no rank has met alone
+    if not isinstance(error, Interrupted | PeerFailed | DivergenceError):  # all ranks meet these
         text = f"rank {devices.rank_number()}: {text}"
     details = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))}
     with suppress(OSError):  # a full disk must not hide it

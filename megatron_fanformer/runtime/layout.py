@@ -32,7 +32,7 @@ COUNTS = (
 
 EMBEDDING, LAYER, LOSS = "E", "t", "L"
 MOST_LAYERS = 10_000
-"""That a `pipeline_model_parallel_layout` may have."""
+"""The most layers that a `pipeline_model_parallel_layout` may have."""
 
 MOVED_FIELDS = {
     "parallel.transformer_impl": "kernels.transformer_impl",
@@ -65,7 +65,7 @@ MOVED_FIELDS = {
     "evaluation.perplexity.chunking": "",
     "evaluation.perplexity.eod_id": "",
 }
-"""Fields of old configurations and checkpoints, and where they are now (empty: gone without a successor)."""
+"""Fields of old configurations and checkpoints, with their present names; an empty name: removed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,7 @@ class ParallelConfig:
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that hold one replica of the model."""
+        """Return the number of ranks that hold one replica of the model."""
         return self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size
 
     @property
@@ -133,20 +133,20 @@ class ParallelConfig:
 
     @property
     def virtual_stages(self) -> int:
-        """Chunks of layers per stage, `virtual_pipeline_model_parallel_size` resolved."""
+        """Return the number of chunks of layers per stage, as stated or as the stated layout implies; at least 1."""
         if self.pipeline_model_parallel_layout is not None and self.virtual_pipeline_model_parallel_size is None:
             return len(layout_chunks(self.pipeline_model_parallel_layout)) // self.pipeline_model_parallel_size or 1
         return self.virtual_pipeline_model_parallel_size or 1
 
     def state_ranks(self, data_parallel_size: int) -> int:
-        """Return how many ranks share an optimizer's state: data and context parallel ones."""
+        """Return the number of data and context parallel ranks that share an optimizer's state."""
         if not self.use_distributed_optimizer:
             return 1
         # At least one: a search also sizes layouts of fewer replicas than instances, before rules refuse them.
         return max(1, data_parallel_size * self.context_parallel_size // self.num_distributed_optimizer_instances)
 
     def recomputes(self, module: RecomputeModule) -> bool:
-        """Return whether that part of a layer is recomputed by itself."""
+        """Return whether selective recomputation includes that part of a layer."""
         return self.recompute_granularity == "selective" and module in self.recompute_modules
 
     def resolved_overlaps(self, *, is_faster: bool) -> tuple[bool, bool]:
@@ -164,8 +164,9 @@ class ParallelConfig:
         return overlaps_reduce, overlaps_gather
 
     def segments(self, num_layers: int) -> list[list[int]] | None:
-        """Layers of each chunk, by chunk and stage: those of chunk 0 over all stages come first in the model; None if
-        they do not divide evenly.
+        """Return the number of layers of each chunk as `segments[chunk][stage]`; None if they do not divide evenly.
+
+        Chunk 0 of all stages comes first in the model.
         """
         stages, chunks = self.pipeline_model_parallel_size, self.virtual_stages
         if self.pipeline_model_parallel_layout is not None:
@@ -196,9 +197,7 @@ class ParallelConfig:
         return layers
 
     def problems(self) -> list[str]:
-        """Return the rules of single fields that this configuration breaks, one line each; if none, those between
-        fields.
-        """
+        """Return the broken rules of single fields, one line each; if there are none, those between fields."""
         lines = [
             f"parallel.{name} is {value}; it must be at least 1"
             for name in COUNTS
@@ -292,7 +291,9 @@ class ParallelConfig:
             )
 
     def resolve_data_parallel_size(self, world_size: int | None) -> int:
-        """Replicas in a world of `world_size` ranks; None if the ranks are yet to be launched here.
+        """Return the number of replicas in a world of `world_size` ranks.
+
+        `world_size` is None before this process launches the ranks: then it is the configured number, or 1.
 
         Raises:
             InputError: the world size and the layout disagree.
@@ -320,7 +321,7 @@ class ParallelConfig:
 def layout_chunks(text: str) -> tuple[str, ...]:
     """Return the chunks of a `pipeline_model_parallel_layout`, each without repetitions, such as ("Ett", "ttL").
 
-    What cannot be read, or is longer than any model, stays as it is, and is refused by `ParallelConfig.problems`.
+    Text that cannot be read, or repeats more layers than any model has, is kept: `ParallelConfig.problems` refuses it.
     """
     whole = re.sub(r"[,\s]", "", text)
     for repeated in (r"\(([^()]*)\)\*(\d{1,4})", r"([^()*])\*(\d{1,4})"):
@@ -330,9 +331,9 @@ def layout_chunks(text: str) -> tuple[str, ...]:
 
 
 def context_chunks(rank: int, size: int) -> tuple[int, int]:
-    """Return which two of the 2 * size equal chunks of a sequence a context parallel rank holds.
+    """Return the numbers of a context parallel rank's two chunks, of 2 * size equal chunks of a sequence.
 
-    One from each end, as Megatron assigns them, so that every rank has an equal share of the causal attention.
+    One is from each end, as Megatron assigns them: so every rank has an equal share of the causal attention.
     """
     return rank, 2 * size - 1 - rank
 
@@ -368,7 +369,7 @@ class RuntimeConfig:
 
     @property
     def timeout(self) -> timedelta:
-        """`distributed_timeout_minutes`, of every process group."""
+        """Return the timeout of every process group."""
         return timedelta(minutes=self.distributed_timeout_minutes or 10)
 
     def problems(self) -> list[str]:

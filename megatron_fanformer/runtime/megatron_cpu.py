@@ -26,7 +26,7 @@ _installed = False
 
 
 def install() -> None:
-    """Adapt torch and megatron-core to a machine without CUDA; does nothing where a GPU is usable, or the second time.
+    """Adapt torch and megatron-core to a machine without CUDA; do nothing if a GPU is usable, or the second time.
 
     Raises:
         RuntimeError: megatron.core was imported before.
@@ -37,10 +37,10 @@ def install() -> None:
 
 
 def adapt(*, with_engine: bool = False) -> None:
-    """Do what `install` does, whether or not torch finds a GPU.
+    """Adapt torch and megatron-core to compute on the CPU, whether or not torch finds a GPU.
 
     Args:
-        with_engine: Transformer Engine is there, over something that computes on a CPU; it stays visible.
+        with_engine: leave Transformer Engine visible, because it runs over a stand-in that computes on a CPU.
 
     Raises:
         RuntimeError: megatron.core was imported before.
@@ -63,9 +63,9 @@ def adapt(*, with_engine: bool = False) -> None:
 
 
 def _hide_cuda_extensions(extensions: tuple[str, ...]) -> None:
-    """Transformer Engine and apex may import without CUDA, but can do nothing there but raise.
+    """Make imports of extensions raise ImportError: without CUDA they may import, but raise once they are called.
 
-    An installed Engine whose libraries do not load raises more than the ImportError that megatron-core expects.
+    An installed Engine whose libraries do not load raises other errors than megatron-core expects.
     """
     for extension in extensions:
         for module in [name for name in sys.modules if name == extension or name.startswith(extension + ".")]:
@@ -73,15 +73,15 @@ def _hide_cuda_extensions(extensions: tuple[str, ...]) -> None:
         sys.modules[extension] = None  # type: ignore[assignment]  # the import system's own mark for "not found"
 
 
-# What megatron-core imports where it is there, and nothing here uses on a CPU: most of its time, by FSDP above all,
-# which asks for torch's distributed tensors.
+# Optional imports of megatron-core that nothing here uses on a CPU. They take most of its import time: FSDP above all,
+# which imports torch's distributed tensors.
 _OPTIONAL = (
     "megatron.core.distributed.fsdp.src.megatron_fsdp",
     "torch.distributed._tensor",
     "torch.distributed.fsdp",
     "triton",
 )
-# Of these it has functions and classes in any case, which it calls when it saves, and for FSDP, NCCL's memory, experts.
+# Modules that megatron-core cannot do without, but calls only to save, and for FSDP, NCCL's memory and experts.
 _CALLED_SELDOM = (
     "megatron.core.dist_checkpointing.strategies.torch",
     "megatron.core.distributed.fsdp.src.megatron_fsdp.utils",
@@ -91,20 +91,20 @@ _CALLED_SELDOM = (
 )
 
 
-# All of megatron-core that a model is built from; the second is there from 0.19 on.
+# The modules of megatron-core from which a model is built; the second exists from 0.19 on.
 _BUILT_FROM = ("megatron.core.models.gpt.gpt_layer_specs", "megatron.core.models.hybrid.hybrid_model")
 
 
 def _import_megatron(with_engine: bool) -> None:
-    """megatron.core.jit binds torch.compile when imported; inductor would need a compiler at run time.
+    """Import megatron-core without torch.compile, which it binds at import and which needs a compiler at run time.
 
-    Its dynamic inference, which is not used here, imports wandb where that is installed: a second, for nothing.
+    Imports that cost time and are not used are left out, or put off: wandb by itself takes a second.
     """
     compile_ = torch.compile
     torch.compile = lambda function=None, **_: function if function else (lambda f: f)  # type: ignore
     hidden: dict[str, Any] = {"wandb": None}
     if not with_engine:
-        hidden |= dict.fromkeys(_OPTIONAL) | {name: _imported_when_called(name) for name in _CALLED_SELDOM}
+        hidden |= dict.fromkeys(_OPTIONAL) | {name: _lazy_module(name) for name in _CALLED_SELDOM}
     hidden = {name: module for name, module in hidden.items() if name not in sys.modules}
     sys.modules.update(hidden)
     try:
@@ -117,21 +117,21 @@ def _import_megatron(with_engine: bool) -> None:
             del sys.modules[name]
 
 
-def _imported_when_called(name: str) -> types.ModuleType:
-    """Return a stand-in for a module of which functions and classes are imported, until one of them is called."""
+def _lazy_module(name: str) -> types.ModuleType:
+    """Return a stand-in for a module, which imports the module when one of its functions or classes is called."""
 
     def attribute_of(attribute: str) -> Any:
         if attribute.startswith("__"):
             raise AttributeError(attribute)
 
-        class Kind(type):
+        class LazyType(type):
             def __call__(cls, *args: Any, **kwargs: Any) -> Any:
                 return getattr(importlib.import_module(name), attribute)(*args, **kwargs)
 
             def __instancecheck__(cls, instance: Any) -> bool:
                 return isinstance(instance, getattr(importlib.import_module(name), attribute))
 
-        return Kind(attribute, (), {})
+        return LazyType(attribute, (), {})
 
     stand_in = types.ModuleType(name)
     stand_in.__getattr__ = attribute_of  # type: ignore[method-assign]
@@ -139,18 +139,24 @@ def _imported_when_called(name: str) -> types.ModuleType:
 
 
 def _adapt_random_state() -> None:
-    """Set the tracker's states at once, not queued for CUDA's lazy initialisation, which never comes without CUDA."""
+    """Make the tracker set random states at once: it would queue them for CUDA's initialization, which never comes."""
     from megatron.core.tensor_parallel import random
 
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
 
 
 def _adapt_recomputation(with_engine: bool) -> None:
-    """Selective recomputation assumes Transformer Engine (fp8 `None` is not `False`), and compiles a C++ extension."""
+    """Make selective recomputation work without Transformer Engine, and without compiling a C++ extension."""
     from megatron.core.tensor_parallel import random
 
-    if not with_engine:
-        _recompute_without_engine(random)
+    class CheckpointWithoutOutput(random.CheckpointWithoutOutput):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.fp8 = False  # megatron-core takes its None for FP8 by the Engine
+
+    for module in [] if with_engine else list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith("megatron.core") and hasattr(module, "CheckpointWithoutOutput"):
+            module.CheckpointWithoutOutput = CheckpointWithoutOutput  # type: ignore[attr-defined]
     if hasattr(random, "_get_share_storage"):
 
         def share_storage(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -160,20 +166,8 @@ def _adapt_recomputation(with_engine: bool) -> None:
         random._get_share_storage = lambda: share_storage
 
 
-def _recompute_without_engine(random: Any) -> None:
-
-    class CheckpointWithoutOutput(random.CheckpointWithoutOutput):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.fp8 = False
-
-    for module in list(sys.modules.values()):
-        if getattr(module, "__name__", "").startswith("megatron.core") and hasattr(module, "CheckpointWithoutOutput"):
-            module.CheckpointWithoutOutput = CheckpointWithoutOutput  # type: ignore[attr-defined]
-
-
 def _sum_gradient_norms_exactly() -> None:
-    """Replace torch's norm of each gradient, which without a GPU's kernel is too small for large ones: see `norm`."""
+    """Replace torch's norm of each gradient, which on a CPU is too small for large gradients (`norm` says why)."""
     from megatron.core.optimizer import clip_grads
 
     def l2_norm(_chunk_size: int, _overflow: Any, tensor_lists: Any, _per_tensor: bool) -> tuple[torch.Tensor, None]:
@@ -187,7 +181,7 @@ def _sum_gradient_norms_exactly() -> None:
 
 
 def _write_out_rotary_embedding() -> None:
-    """Replace the rotary embedding, which without Transformer Engine's kernel takes a dozen passes each way."""
+    """Replace the rotary embedding, which without the Engine's kernel passes a dozen times over queries and keys."""
     from megatron.core.models.common.embeddings import rope_utils
 
     plain, plain_packed = rope_utils._apply_rotary_pos_emb_bshd, rope_utils._apply_rotary_pos_emb_thd
@@ -202,7 +196,7 @@ def _write_out_rotary_embedding() -> None:
         cp_group = kwargs.pop("cp_group")
         if cp_group.size() > 1:
             return plain_packed(t, cu_seqlens, freqs, cp_group=cp_group, **kwargs)
-        # All sequences at once: megatron-core 0.19 goes through them, and its backward copies all for each.
+        # Rotate all sequences at once: megatron-core 0.19 loops over them, and its backward copies all for each.
         positions = torch.arange(len(t)) - cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())
         return apply(t.unsqueeze(1), freqs[positions], **kwargs).squeeze(1)
 
@@ -211,7 +205,7 @@ def _write_out_rotary_embedding() -> None:
 
 
 def _skip_collectives_of_one_rank() -> None:
-    """Skip collectives of one rank, for which gloo copies the whole gradient buffer, or all weights."""
+    """Skip collectives over one rank, for which gloo would copy the whole gradient buffer, or all weights."""
     from megatron.core.distributed import param_and_grad_buffer as buffers
 
     for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
@@ -219,25 +213,27 @@ def _skip_collectives_of_one_rank() -> None:
 
 
 def _unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the collective, but make it do nothing if the group has one rank."""
+
     @functools.wraps(collective)
     def call(output: torch.Tensor, given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        is_there = _place(output) == _place(given) and output.numel() == given.numel()
-        if is_there and not kwargs.get("async_op"):  # a rank's part is the whole: the group has no other rank
+        is_alone = _address(output) == _address(given) and output.numel() == given.numel()  # its part is the whole
+        if is_alone and not kwargs.get("async_op"):
             return None
         return collective(output, given, *args, **kwargs)
 
     return call
 
 
-def _place(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return where its first element is; not by `data_ptr`, which simulated tensors do not have."""
+def _address(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return a tensor's storage and its offset there; simulated tensors have no `data_ptr`."""
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
 def _add_weight_gradients_inside_products() -> None:
-    """Take the place of apex's kernel, which megatron-core's layers call for it (`gradient_accumulation_fusion`).
+    """Replace apex's kernel, by which megatron-core's layers add weight gradients (`gradient_accumulation_fusion`).
 
-    Otherwise a gradient is made, rounded to the weights' type, and read again to be added.
+    Otherwise a gradient is computed, rounded to the weights' format, and read again to be added.
     """
 
     def accumulate(x_nh: torch.Tensor, grad_no: torch.Tensor, sum_oh: torch.Tensor) -> None:
@@ -250,9 +246,10 @@ def _add_weight_gradients_inside_products() -> None:
 
 
 def _leave_the_compiler_out() -> None:
-    """Leave out torch's compiler, which its optimizer imports, over a second's work, to keep it from tracing methods.
+    """Keep torch's optimizer from importing torch's compiler, which takes over a second.
 
-    Each method remembers, as after its first call, to call its plain form: nothing compiles it.
+    The optimizer imports it to exclude its methods from compilation. Here each method already has its plain form, as
+    after its first call.
     """
     for method in vars(torch.optim.Optimizer).values():
         plain: Any = getattr(method, "__wrapped__", None)

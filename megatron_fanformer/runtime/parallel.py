@@ -1,7 +1,7 @@
 """The rank grid, and the start and end of a distributed run.
 
-The grid, written down once (Megatron's order tp-cp-dp-pp, tensor parallel ranks innermost so that they share a
-node); here tensor 2 x context 2 x data 2 x pipeline 2, by global rank:
+The grid has Megatron's order tp-cp-dp-pp: tensor parallel ranks are innermost, so that they share a node. The global
+ranks for tensor 2 x context 2 x data 2 x pipeline 2:
 
              stage 0            stage 1
            tp 0  tp 1         tp 0  tp 1
@@ -30,7 +30,7 @@ from megatron_fanformer.runtime.agreement import reported_by_main, store_of_rank
 from megatron_fanformer.runtime.layout import DEFAULT_RUNTIME, ParallelConfig, RuntimeConfig
 from megatron_fanformer.runtime.roll_call import naming_missing_ranks
 
-MEETING_TIME = timedelta(minutes=10)  # how long ranks that were started wait for those that were not yet
+MEETING_TIME = timedelta(minutes=10)  # how long the first ranks to start wait for the last
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RankGrid:
-    """This rank's place, and the process groups that are passed to the rest of the code."""
+    """This rank's place in the grid, and the process groups that are passed to the rest of the code."""
 
     device: devices.DeviceKind
     torch_device: torch.device
@@ -53,17 +53,16 @@ class RankGrid:
     is_last_stage: bool
     groups: "ProcessGroupCollection"
     samples_group: dist.ProcessGroup
-    """The tensor and context parallel ranks of a replica's stage, which take the same samples; for tensors on the CPU:
-    hosts share samples among themselves, and no device waits for that."""
+    """The tensor and context parallel ranks of a replica's stage, which take the same samples. The group is for tensors
+    on the CPU: hosts share samples among themselves, and no device waits for that."""
     exchanges_heads: bool = False
-    """Whether attention is of whole sequences, and each context parallel rank has a part of the heads there: see
-    `ParallelConfig`."""
+    """True if each context parallel rank computes attention over whole sequences for a part of the heads."""
     is_deterministic: bool = False
-    """Whether results must be bitwise reproducible (`runtime.deterministic_mode`)."""
+    """True if results must be bitwise reproducible (`runtime.deterministic_mode`)."""
 
     @property
     def context_parallel_size(self) -> int:
-        """Ranks that share a sample's sequence."""
+        """Return the number of ranks that share a sample's sequence."""
         return self.groups.cp.size()
 
     def takes_samples(self, *, has_document_ids: bool) -> bool:
@@ -82,12 +81,12 @@ class RankGrid:
 
     @property
     def has_fused_gradient_kernel(self) -> bool:
-        """Return whether layers that are not Transformer Engine's can add weight gradients inside the product, too."""
+        """Return whether layers other than Transformer Engine's can add weight gradients inside the product."""
         return devices.has_fused_gradient_kernel()
 
     @property
     def cpu_kernels_problem(self) -> str | None:
-        """Why the ranks do not compute by this project's kernels for a CPU; None: they do."""
+        """Return why the ranks do not use this project's CPU kernels; None if they use them."""
         return cpu_kernels.problem()
 
     @property
@@ -98,9 +97,9 @@ class RankGrid:
 
 @contextmanager
 def process_group(config: RuntimeConfig, address: devices.RankAddress | None) -> Iterator[devices.DeviceKind]:
-    """Join the ranks of `address`, or be the only rank if that is None; leave them at the end.
+    """Join the process group of the ranks at `address`, or make a group of one rank if that is None; yield its device.
 
-    Yields the device kind. After an error a group of several is left as it is: its other ranks must not be waited for.
+    The group is destroyed at the end, but not after an error on one of several ranks, which would wait for the others.
     """
     kind = devices.resolve_device(config.device)
     if kind == "cpu":
@@ -134,15 +133,15 @@ def process_group(config: RuntimeConfig, address: devices.RankAddress | None) ->
 
 @contextmanager
 def cpu_kernels_of(config: RuntimeConfig, kind: devices.DeviceKind) -> Iterator[None]:
-    """Decide whether all ranks of the process group compute by this project's kernels for a CPU, or none does.
+    """Use this project's CPU kernels in the block, on all ranks of the process group or, if one cannot, on none.
 
-    Otherwise weights that ranks share would drift apart.
+    Weights that ranks share would drift apart if only some of the ranks used them.
 
     Raises:
-        InputError: they are configured, and a rank cannot build them.
+        InputError: the kernels are configured, and a rank cannot build them.
     """
-    wanted = kind == "cpu" and config.cpu_kernels != "torch"
-    problem = _kernels_problem() if wanted else "they are not asked for"
+    are_configured = kind == "cpu" and config.cpu_kernels != "torch"
+    problem = _kernels_problem() if are_configured else "they are not asked for"
     if kind == "cpu" and dist.get_world_size() > 1:
         problems: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(problems, problem)
@@ -158,10 +157,10 @@ def cpu_kernels_of(config: RuntimeConfig, kind: devices.DeviceKind) -> Iterator[
 
 
 def _kernels_problem() -> str | None:
-    """Return why this rank cannot compute by this project's kernels for a CPU; None: it does from now on."""
+    """Load this project's CPU kernels; return why this rank cannot, or None."""
     try:
         return cpu_kernels.load(devices.cache_folder())
-    except InputError as error:  # there is no place for them
+    except InputError as error:  # there is no folder to build them in
         return str(error).partition("; ")[0]
 
 
@@ -169,7 +168,7 @@ def _kernels_problem() -> str | None:
 def rank_grid(
     config: ParallelConfig, kind: devices.DeviceKind, runtime: RuntimeConfig = DEFAULT_RUNTIME
 ) -> Iterator[RankGrid]:
-    """Build Megatron's process groups over the ranks of the current process group."""
+    """Build Megatron's process groups from the current process group, and yield the grid; destroy them at the end."""
     from megatron.core import parallel_state
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -206,7 +205,7 @@ def rank_grid(
         yield grid
     finally:
         parallel_state.destroy_model_parallel()
-        RotaryEmbedding.forward.cache_clear()  # holds the modules that made the tables, and these their process group
+        RotaryEmbedding.forward.cache_clear()  # its entries hold modules, which hold process groups
 
 
 @contextmanager
@@ -221,21 +220,21 @@ def distributed(
 
 
 def for_host_tensors(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
-    """Return a group of the same ranks that takes tensors on the CPU; a collective call of theirs, where it is new."""
+    """Return a group of the same ranks that takes tensors on the CPU; a collective call of these ranks."""
     if group.size() == 1 or dist.get_backend(group) != "nccl":
         return group
     ranks = dist.get_process_group_ranks(group)
-    # No other rank need know of it: with thousands of groups, each would make them all.
+    # Only these ranks make the group; otherwise every rank would make all of the thousands of groups.
     host_group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
     assert isinstance(host_group, dist.ProcessGroup)
     return host_group
 
 
 def reduce_one_bucket_a_call() -> None:
-    """Make megatron-core reduce gradients and gather weights one bucket a call, where the group is gloo's.
+    """Make megatron-core reduce gradients and gather weights with one call for each bucket, over gloo alone.
 
-    Ranks that share a GPU use it, for NCCL wants one a rank. Its collectives take GPU tensors, but one a call, and its
-    messages from rank to rank none at all (`training.machine_rules` refuses what would need more).
+    Ranks that share a GPU use gloo, since NCCL needs a GPU for each rank. On GPU tensors, gloo's collectives take one
+    tensor a call, and gloo cannot send from rank to rank (`train.machine_rules` refuses pipeline stages).
     """
     from megatron.core.distributed import param_and_grad_buffer as buffers
 
@@ -245,6 +244,7 @@ def reduce_one_bucket_a_call() -> None:
 
 @contextmanager
 def _one_a_call(group: dist.ProcessGroup, *, async_ops: bool = False) -> Iterator[Any]:
+    """Coalesce the block's collectives as torch does, except blocking ones over gloo."""
     if dist.get_backend(group) == "gloo" and not async_ops:
         yield None
         return

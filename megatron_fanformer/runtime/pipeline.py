@@ -1,8 +1,8 @@
-"""A stage's chunks over micro batches, by megatron-core's pipeline schedules: how training and evaluation run forward.
+"""Runs micro batches through the stages by megatron-core's pipeline schedules, for training and evaluation.
 
-Where attention stays within documents, a micro batch is one row of its samples one after the other, [1, b * s], as
-megatron-core's packed sequences (`thd`) are: attention reads the bounds of the documents, and nothing else differs.
-Context parallel ranks then hold parts of that row, which may end anywhere in a sample.
+If attention stays within documents, the samples of a micro batch form one row, [1, b * s], like megatron-core's packed
+sequences (`thd`), and attention reads the bounds of the documents. Context parallel ranks then hold parts of this row,
+which may end anywhere in a sample.
 
 Shapes: b micro batch, s sequence.
 """
@@ -23,42 +23,42 @@ from megatron_fanformer.runtime.layout import context_chunks
 from megatron_fanformer.runtime.parallel import RankGrid
 
 Batches = Iterator[dict[str, Tensor]]
-OfLosses = Callable[[Tensor, Tensor], Any]
+LossFunction = Callable[[Tensor, Tensor], Any]
 
 
 def run_schedule(
     stages: list[Any],
     batches: Batches,
     grid: RankGrid,
-    of_losses: OfLosses,
+    loss_function: LossFunction,
     *,
     num_micro_batches: int,
     forward_only: bool,
 ) -> list[Any]:
-    """Run the next micro batches through the stages of this rank's replica; every rank of it takes the same ones.
+    """Run the next micro batches through the stages of this rank's replica, all of whose ranks pass the same batches.
 
     Args:
-        stages: the chunks of this rank's stage, in megatron-core's data parallelism or without.
-        batches: `tokens`, `labels`, `loss_mask` and `position_ids` of whole samples, each [b, s] (`data/batches.py`);
-            attention stays within documents where all of them have `document_ids`, too.
-        of_losses: called with this rank's losses and loss mask, [b, s / context parallel size], of each micro batch
-            ([b, s] with zeros in other ranks' parts, where attention stays within documents); returns what is
-            reported, or, where there is a backward, megatron-core's triple: the sum to differentiate, the number of
-            tokens, and what is reported.
+        stages: the chunks of this rank's stage, wrapped in megatron-core's data parallelism or not.
+        batches: `tokens`, `labels`, `loss_mask` and `position_ids` of whole samples, each [b, s] (`data/batches.py`).
+            If all have `document_ids`, too, attention stays within documents.
+        loss_function: called with the losses and the loss mask of each micro batch: this context parallel rank's part,
+            [b, s / cp], or, if attention stays within documents, [b, s] with zeros in other ranks' parts. Returns a
+            report; for a backward pass, megatron-core's triple: the sum to differentiate, the number of tokens, and
+            the report.
 
     Returns:
-        What was reported of each micro batch, in order; nothing on ranks that do not have the last stage.
+        The reports of the micro batches, in order; none on ranks without the last stage.
     """
     with record_function("phase loading samples"):
         first = next(batches)
     micro_batch_size, seq_length = first["tokens"].shape
-    if "document_ids" in first:  # what stages send one another is as long as their one row
+    if "document_ids" in first:  # the shape of the row that stages send to one another
         micro_batch_size, seq_length = 1, micro_batch_size * seq_length
-    # Each chunk of a stage takes all micro batches; the first to ask for one has it loaded.
+    # Every chunk of a stage reads all micro batches; the first chunk to read one loads it.
     taken = itertools.chain([first], itertools.islice(batches, num_micro_batches - 1))
     iterators = itertools.tee(taken, len(stages))
     reports: list[Any] = get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, grid, of_losses),
+        forward_step_func=partial(_forward_step, grid, loss_function),
         data_iterator=list(iterators) if len(stages) > 1 else iterators[0],
         model=stages,
         num_microbatches=num_micro_batches,
@@ -70,7 +70,7 @@ def run_schedule(
     return reports
 
 
-def _forward_step(grid: RankGrid, of_losses: OfLosses, batches: Batches, stage: Any) -> tuple[Tensor, Any]:
+def _forward_step(grid: RankGrid, loss_function: LossFunction, batches: Batches, stage: Any) -> tuple[Tensor, Any]:
     device = grid.torch_device
     with record_function("phase loading samples"):
         batch = dict(next(batches))
@@ -78,8 +78,8 @@ def _forward_step(grid: RankGrid, of_losses: OfLosses, batches: Batches, stage: 
     if (document_ids := batch.pop("document_ids", None)) is not None:
         packed = packed_documents(document_ids, device)
     rows = batch if packed is None else {name: tensor.reshape(1, -1) for name, tensor in batch.items()}
-    # Whole, from pinned memory: a part that is cut on the host lies in pageable memory, whose copy would be waited for.
-    part = {name: own_positions(tensor.to(device, non_blocking=True), grid) for name, tensor in rows.items()}
+    # Whole tensors are copied, since they are in pinned memory: a part cut on the host would be pageable, and block.
+    part = {name: local_positions(tensor.to(device, non_blocking=True), grid) for name, tensor in rows.items()}
     with record_function("phase forward"):
         output = stage(
             part["tokens"],
@@ -90,13 +90,13 @@ def _forward_step(grid: RankGrid, of_losses: OfLosses, batches: Batches, stage: 
             packed_seq_params=packed,
         )
     if packed is None:
-        return output, lambda losses, **_: of_losses(losses, part["loss_mask"])
-    samples = partial(_among_samples, batch["tokens"].shape, grid)
-    return output, lambda losses, **_: of_losses(samples(losses), samples(part["loss_mask"]))
+        return output, lambda losses, **_: loss_function(losses, part["loss_mask"])
+    place = partial(_place_in_batch, batch["tokens"].shape, grid)
+    return output, lambda losses, **_: loss_function(place(losses), place(part["loss_mask"]))
 
 
-def _among_samples(shape: torch.Size, grid: RankGrid, part_1n: Tensor) -> Tensor:
-    """Return a context parallel rank's part of the row of samples in its place among them: [b, s], zeros around it."""
+def _place_in_batch(shape: torch.Size, grid: RankGrid, part_1n: Tensor) -> Tensor:
+    """Return [b, s] that holds a context parallel rank's part of the row of samples at its place, zeros elsewhere."""
     tokens = part_1n.numel()
     before = grid.groups.cp.rank() * tokens
     after = shape.numel() - before - tokens
@@ -104,11 +104,11 @@ def _among_samples(shape: torch.Size, grid: RankGrid, part_1n: Tensor) -> Tensor
 
 
 def packed_documents(document_ids_bs: Tensor, device: torch.device | str) -> PackedSeqParams:
-    """Return the bounds of a micro batch's documents in its one row, for attention.
+    """Return the bounds of a micro batch's documents in the row of its samples, for attention.
 
     Args:
-        document_ids_bs: [b, s] on the CPU, where the longest document is found without waiting for the device; a
-            document ends where the number changes, and where a sample does.
+        document_ids_bs: [b, s], on the CPU, so that nobody waits for the device. A document ends where the number
+            changes, and at the end of a sample.
     """
     begins_bs = torch.ones_like(document_ids_bs, dtype=torch.bool)
     begins_bs[:, 1:] = document_ids_bs[:, 1:] != document_ids_bs[:, :-1]
@@ -120,10 +120,10 @@ def packed_documents(document_ids_bs: Tensor, device: torch.device | str) -> Pac
     )
 
 
-def own_positions(tensor_bs: Tensor, grid: RankGrid) -> Tensor:
+def local_positions(tensor_bs: Tensor, grid: RankGrid) -> Tensor:
     """Return this context parallel rank's part of [b, s]: [b, s / cp].
 
-    Two chunks, one from either end; where ranks exchange heads, and so have as much work anyway, a single one.
+    The part is two chunks, one from either end. Ranks that exchange heads have equal work anyway: they get one chunk.
     """
     size = grid.context_parallel_size
     if size == 1:

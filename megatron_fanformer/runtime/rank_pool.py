@@ -26,7 +26,7 @@ from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.layout import DEFAULT_RUNTIME
 
 END_SECONDS = 5
-LAST_FRAMES = -4  # of a rank's traceback: what is above is the pool's own
+LAST_FRAMES = -4  # frames of a rank's traceback; the frames above are the pool's
 
 
 class JobFailed(FanformerError):
@@ -52,17 +52,17 @@ class _Job(NamedTuple):
     world_size: int
     name: str
     port: int = 0
-    """Of the store at which the ranks meet."""
+    """The port of the store at which the ranks meet."""
 
 
 class RankPool:
     """Rank processes, started on first use and ended by `close`, or when a job fails.
 
     Args:
-        device: of the ranks; rank r takes GPU r.
+        device: the device of the ranks; rank r takes GPU r.
         job_seconds: how long a job may take.
-        backend: how they communicate; None: as runs do on that device.
-        prepare: a module-level function that readies a new rank's libraries, before it imports any.
+        backend: the communication backend; None: that of runs on this device.
+        prepare: a module-level function that prepares a new rank's libraries before the rank imports any.
     """
 
     def __init__(
@@ -90,10 +90,10 @@ class RankPool:
         """Run `function(*arguments)` on every one of `world_size` ranks.
 
         Raises:
-            JobFailed: a rank raised, died, or the job took too long; has the first such rank's traceback.
+            JobFailed: a rank raised (with the traceback of the first such rank) or died, or the job took too long.
         """
         if self._host is None:
-            self._host = _started(multiprocessing.get_context("spawn"), _host_ranks, self._setting)
+            self._host = _start_process(multiprocessing.get_context("spawn"), _host_ranks, self._setting)
         _, connection = self._host
         self._jobs += 1
         try:
@@ -117,8 +117,8 @@ class RankPool:
             self._host = None
 
 
-def _started(context: Any, target: Callable[..., None], *arguments: Any) -> tuple[Any, Any]:
-    """Start a process that is given one end of a pipe besides; returns it and the other end."""
+def _start_process(context: Any, target: Callable[..., None], *arguments: Any) -> tuple[Any, Any]:
+    """Start a process with one end of a new pipe as its last argument; return the process and the other end."""
     ours, theirs = context.Pipe()
     with theirs:
         process = context.Process(target=target, args=(*arguments, theirs), daemon=False)
@@ -141,10 +141,10 @@ def _host_ranks(setting: _Setting, connection: Any) -> None:
             if not ranks:
                 gc.freeze()  # ranks share it, and do not look through it after every job
             while len(ranks) < job.world_size:
-                ranks.append(_started(context, _serve, setting, len(ranks)))
+                ranks.append(_start_process(context, _serve, setting, len(ranks)))
             connections = [rank for _, rank in ranks[: job.world_size]]
             port = port or connections[0].recv()
-            connection.send(_outcome(job._replace(port=port), connections, setting.job_seconds))
+            connection.send(_run_on_ranks(job._replace(port=port), connections, setting.job_seconds))
     for _, rank in ranks:
         with suppress(OSError):  # it has ended
             rank.send(None)  # forked ranks hold this end, too, and do not see it close
@@ -153,8 +153,8 @@ def _host_ranks(setting: _Setting, connection: Any) -> None:
         process.kill()
 
 
-def _outcome(job: _Job, ranks: list[Any], seconds: float) -> tuple[list[Any], str | None, int | None]:
-    """Return the ranks' answers; of a job that failed, why and the first rank that did."""
+def _run_on_ranks(job: _Job, ranks: list[Any], seconds: float) -> tuple[list[Any], str | None, int | None]:
+    """Run a job on ranks; return their values or, if it fails, the reason and the first rank that failed."""
     for rank in ranks:
         with suppress(OSError):  # it has ended, and does not answer
             rank.send(job)
@@ -176,7 +176,7 @@ def _outcome(job: _Job, ranks: list[Any], seconds: float) -> tuple[list[Any], st
 
 
 def _begin(setting: _Setting, *, prepares: bool) -> None:
-    """Ready a process, whose owner is the pool's."""
+    """Make a process of the pool end with its owner and ignore Ctrl-C; if `prepares`, prepare its libraries."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the pool's owner, which closes the connection
     end_with_owner()
     if prepares:
@@ -190,7 +190,7 @@ def _begin(setting: _Setting, *, prepares: bool) -> None:
 def _serve(setting: _Setting, rank: int, connection: Any) -> None:
     """Run a rank's jobs one after the other, until the host sends None or is gone, or a job fails.
 
-    The first rank hosts the store at which they meet, and first of all sends its port.
+    Before its first job, rank 0 starts the store at which the ranks meet, and sends the store's port to the host.
     """
     _begin(setting, prepares=not setting.forks)
     devices.configure_process(setting.device, rank, threads=1)
@@ -215,6 +215,7 @@ def _serve(setting: _Setting, rank: int, connection: Any) -> None:
 
 
 def _run_job(rank: int, setting: _Setting, job: _Job) -> Any:
+    """Return the value of the job's function, called in a process group of the job's ranks."""
     import torch.distributed as dist
 
     from megatron_fanformer.runtime.agreement import LOOPBACK
@@ -236,10 +237,10 @@ def _run_job(rank: int, setting: _Setting, job: _Job) -> Any:
 
 
 def _end_groups() -> None:
-    """End a job's process groups, all at once: of each, a gloo thread looks up every 10 ms whether it is to end.
+    """End a job's process groups all at once: each waits for a gloo thread that checks every 10 ms whether to end.
 
-    A trainer holds on to its groups by reference cycles. If they were left, a rank would have over a thousand threads
-    after a few dozen jobs, and slow down.
+    A trainer keeps its groups alive by reference cycles, which are collected first. Otherwise a rank would have over a
+    thousand threads after a few dozen jobs, and slow down.
     """
     import torch.distributed
 
@@ -248,4 +249,4 @@ def _end_groups() -> None:
     gc.collect()
     with ThreadPoolExecutor(len(groups)) as threads:
         for holder in groups:
-            threads.submit(holder.clear)  # of the last reference; the group's end releases Python's lock
+            threads.submit(holder.clear)  # drops the last reference; ending the group releases Python's lock

@@ -22,9 +22,9 @@ from megatron_fanformer.runtime.launch import PEER_FAILURE_WAIT_SECONDS, PeerFai
 from megatron_fanformer.terminal import some
 
 LOST = re.compile("Connection (closed|reset) by peer|Broken pipe|unhandled system error|[Tt]imed out|wait timeout")
-"""What gloo, NCCL and the store say where another rank does not take part."""
+"""Messages of gloo, NCCL and the store if another rank does not take part."""
 CALLED, ANSWERS = "roll called", "roll"
-POLL_SECONDS, POLLS_PER_SECOND = 1.0, 2000  # of a rank, and at most of all ranks, which share one store
+POLL_SECONDS, POLLS_PER_SECOND = 1.0, 2000  # between a rank's polls; most polls of all ranks, which share one store
 ANSWER_SECONDS = 10.0
 WAITING, ELSEWHERE = "waiting at", "elsewhere, at"
 REMEDY = "run the same command to continue from the last checkpoint"
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def naming_missing_ranks(store: Any, rank: int, world_size: int) -> Iterator[None]:
-    """Raise PeerFailed, which names the missing ranks, where the block fails for lack of other ranks.
+    """Raise PeerFailed, which names the missing ranks, if the block fails because other ranks do not take part.
 
     Args:
         store: a client of the ranks' store that nothing else uses.
@@ -53,7 +53,7 @@ def naming_missing_ranks(store: Any, rank: int, world_size: int) -> Iterator[Non
         answer = f"{WAITING} {_place(traceback.extract_tb(error.__traceback__))}"
         failure = _ask(lambda: _call(store, rank, world_size, answer))
         if failure is None:
-            time.sleep(PEER_FAILURE_WAIT_SECONDS)  # the rank whose store it is may say why it ended
+            time.sleep(PEER_FAILURE_WAIT_SECONDS)  # the rank that hosts the store may report why it ended
             failure = PeerFailed(f"the store at which the ranks meet does not answer; rank {rank}: {answer}; {REMEDY}")
         raise failure from error
     over.set()
@@ -63,13 +63,13 @@ def describe(answers: dict[int, str], world_size: int) -> str:
     """Return the line that ends a run: which ranks are missing, and where every other one is.
 
     Args:
-        answers: of the ranks that have answered.
+        answers: by rank, where the ranks are that have answered.
     """
-    ranks: dict[str, list[int]] = {}
+    ranks_by_answer: dict[str, list[int]] = {}
     for rank in range(world_size):
-        ranks.setdefault(answers.get(rank, "stopped or gone"), []).append(rank)
-    parts = [f"rank{'s' * (len(of) > 1)} {some(map(str, of))}: {answer}" for answer, of in ranks.items()]
-    parts.sort(key=lambda part: WAITING in part)  # first those that the others wait for
+        ranks_by_answer.setdefault(answers.get(rank, "stopped or gone"), []).append(rank)
+    parts = [f"rank{'s' * (len(ranks) > 1)} {some(map(str, ranks))}: {text}" for text, ranks in ranks_by_answer.items()]
+    parts.sort(key=lambda part: WAITING in part)  # first the ranks that the others wait for
     return f"a collective waits in vain; {'; '.join(parts)}; {REMEDY}"
 
 
@@ -87,11 +87,15 @@ def _answer_when_called(store: Any, rank: int, world_size: int, over: threading.
 
 
 def _answer(store: Any, rank: int, text: str, exit_code: int = 0) -> None:
-    store.append(ANSWERS, json.dumps([rank, text, exit_code]) + "\n")  # it takes the place of the rank's earlier one
+    store.append(ANSWERS, json.dumps([rank, text, exit_code]) + "\n")  # a later answer of the rank replaces it
 
 
 def _call(store: Any, rank: int, world_size: int, place: str) -> PeerFailed:
-    """Answer as a rank that waits, and call the others; the first caller reports their answers."""
+    """Answer that this rank waits at `place`, and call the roll; return the error to raise.
+
+    The error of the first caller has all ranks' answers, or that of a rank that failed; those of later callers are
+    marked as reported elsewhere.
+    """
     _answer(store, rank, place)
     if store.add(CALLED, 1) > 1:
         failure = PeerFailed("another rank reports which ranks are missing")
@@ -113,7 +117,7 @@ def _call(store: Any, rank: int, world_size: int, place: str) -> PeerFailed:
 
 
 def _ask(work: Callable[[], Any]) -> Any:
-    """Return the store's answer; None where its process is stopped or gone."""
+    """Return the value of `work`, which uses the store; None if the store fails or does not answer in time."""
     answers: list[Any] = []
 
     def ask() -> None:
@@ -127,7 +131,7 @@ def _ask(work: Callable[[], Any]) -> Any:
 
 
 def _place(stack: traceback.StackSummary) -> str:
-    """Return the innermost call of a stack, and the innermost one of this package."""
+    """Describe a stack by its innermost call, and by the innermost call in this package if that is another."""
     ours = next((frame for frame in reversed(stack) if Path(frame.filename).is_relative_to(PACKAGE)), stack[-1])
     texts = [
         f"{'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno} in {frame.name}" for frame in (stack[-1], ours)

@@ -1,6 +1,6 @@
 """Seeds, initial weights that do not depend on the layout, and this rank's shards of a sharded state dict.
 
-A weight is drawn whole from its global name and the seed, and each rank keeps its own slice, so every layout starts
+A weight is drawn whole, from the seed and the weight's global name, and each rank keeps its slice: every layout starts
 from the same model.
 """
 
@@ -23,8 +23,8 @@ def seed_everything(seed: int, *, graphable: bool = False) -> None:
     """Seed Python, NumPy, torch and Megatron's tensor parallel random states.
 
     Args:
-        graphable: make the last one of a kind that CUDA graphs can capture: Transformer Engine's, where it is, whose
-            attention captures no other.
+        graphable: make Megatron's random states of a kind that CUDA graphs can capture: Transformer Engine's, if it is
+            installed, since its attention can capture no other.
     """
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -37,16 +37,16 @@ def seed_everything(seed: int, *, graphable: bool = False) -> None:
 @torch.no_grad()
 def initialize_by_name(sharded_state: dict[str, Any], seed: int, draw: Callable[..., torch.Tensor]) -> None:
     """Fill each parameter of `sharded_state` with its slice of `draw(name, shape, generator)`, drawn in float32."""
-    drawn_name, drawn = "", torch.empty(0)
+    name, whole = "", torch.empty(0)
     for shard in local_shards(sharded_state):
-        if shard.key != drawn_name:  # the pieces of one tensor follow one another
-            drawn_name = shard.key
-            drawn = draw(shard.key, tuple(shard.global_shape), generator_for(seed, shard.key))
-        shard.data.copy_(drawn[shard.global_slice()])
+        if shard.key != name:  # the shards of one tensor follow one another
+            name = shard.key
+            whole = draw(name, tuple(shard.global_shape), generator_for(seed, name))
+        shard.data.copy_(whole[shard.global_slice()])
 
 
 def generator_for(seed: int, name: str) -> torch.Generator:
-    """Return a separate CPU random generator for each name."""
+    """Return a CPU random generator that depends on the seed and the name alone."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
@@ -61,9 +61,9 @@ def truncated_normal(shape: tuple[int, ...], std: float, generator: torch.Genera
 
 
 def local_shards(sharded_state: dict[str, Any]) -> Iterator["ShardedTensor"]:
-    """Return every shard of a sharded state dict, with its global name, shape and offset; factories are expanded.
+    """Yield every shard of a sharded state dict, those that its factories build included.
 
-    Their data are views of the parameters.
+    A shard has its global name, shape and offset, and its data is a view of the parameter.
     """
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory

@@ -12,7 +12,7 @@ from megatron_fanformer import cli
 from megatron_fanformer.checkpoint.run_folder import METRICS
 from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.experiments.cells import ReportConfig, Sweep, SweepConfig, read_sweep
-from megatron_fanformer.experiments.outcomes import Group, choices, compared, due, groups_of, in_play, outcomes
+from megatron_fanformer.experiments.outcomes import Group, choices, compared, due, group_by_points, in_play, outcomes
 from megatron_fanformer.experiments.result import read_result
 from megatron_fanformer.experiments.sweep import run_sweep
 from megatron_fanformer.experiments.sweep_report import Comparison, comparisons, findings
@@ -149,7 +149,7 @@ def test_the_best_rate_of_each_arm_is_chosen_first_and_measured_at_seeds_of_its_
     chosen = [("fanformer", "0.02"), ("transformer", "0.01")]
     assert names[8:] == [f"{arm},{rate},seed={seed}" for arm, rate in chosen for seed in (1235, 1236, 1237)]
     found = outcomes(sweep)
-    (difference,) = comparisons(sweep.config, groups_of(compared(sweep, found)))
+    (difference,) = comparisons(sweep.config, group_by_points(compared(sweep, found)))
     assert (difference.seeds, difference.pairs) == (3, 3)
     assert difference.mean.value == pytest.approx(-PLANTED, abs=4e-3)
     assert cli.main(["sweep", str(file), "report"]) == 0

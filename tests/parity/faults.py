@@ -144,7 +144,9 @@ FAULTS = {
         fan_layer.FANProjection, "pre_activation", bias_on_every_rank, TP, "output of layers.0.fan"
     ),
     "FAN gradient not reduced": replaced(fan_functions.Activation, "reduce_scatter", own_part, TP, EMBEDDING),
-    "context chunks contiguous": replaced(pipeline, "own_positions", contiguous_chunks, "cp=2", "output of embedding"),
+    "context chunks contiguous": replaced(
+        pipeline, "local_positions", contiguous_chunks, "cp=2", "output of embedding"
+    ),
     "gradient norm of one rank's shards": replaced(optimizer, "get_grad_norm_fp32", local_norm, TP, "loss of step 2"),
     "updated weights not gathered": replaced(
         param_and_grad_buffer._ParamAndGradBucketGroup,

@@ -229,7 +229,7 @@ def test_a_rank_that_a_signal_killed_ends_the_run_with_exit_code_1(
             launch._leave_for_launcher(FanformerError(says))
         return killed
 
-    monkeypatch.setattr(launch, "_started", started)
+    monkeypatch.setattr(launch, "_start_rank", started)
     with pytest.raises(launch.RankFailed, match=f"^rank 0: {says or 'was killed by SIGKILL'}$") as caught:
         launch.launch_ranks(1, [], threads=1, payload=None)
     assert caught.value.exit_code == 1
