@@ -47,7 +47,6 @@ class ToyOptions:
 
 
 CALLS: list[Any] = []
-"""The options that toys were called with."""
 
 
 @pytest.fixture

@@ -20,8 +20,7 @@ from tests.small_runs import ROOT
 TOOL = ROOT / "tools" / "gpu_queue.py"
 # Why a test may be skipped where the GPU is the stand-in of a Hopper.
 REASONS = ("the GPU is the stand-in", "it needs 10.x", "megatron.training comes with")
-CHECKED = ("machine", "tests", "step", "fp8", "fan-activation", "loss-head")
-"""The parts that check a machine."""
+CHECKED = ("machine", "tests", "step", "fp8", "fan-activation", "loss-head")  # parts that check a machine
 WAITS = "import time; open('begun', 'w').close(); time.sleep(600)"
 
 
