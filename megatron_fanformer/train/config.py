@@ -196,7 +196,6 @@ class RunConfig:
         """Return the facts from which `runtime.environment` derives the environment variables of a process of the run.
 
         Args:
-            ranks: number of ranks of the run.
             threads: threads of the process (`RunShape.threads`).
         """
         runtime, parallel = self.runtime, self.parallel

@@ -50,7 +50,6 @@ class Evaluation:
 
         Args:
             stages: the chunks of this rank's stage, with up-to-date weights.
-            validation_sets: the datasets by name.
 
         Raises:
             DivergenceError: a loss or a log-probability is not finite.
@@ -155,5 +154,5 @@ def evaluate_loss(
             sums += torch.tensor([losses.sum().item(), tokens], dtype=torch.float64)
     sums = sums.to(grid.torch_device)
     dist.all_reduce(sums, group=grid.groups.dp)
-    loss, count = sums.tolist()
-    return float(loss / count) if count else None
+    loss, num_tokens = sums.tolist()
+    return float(loss / num_tokens) if num_tokens else None

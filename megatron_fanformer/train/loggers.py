@@ -282,8 +282,7 @@ LOGGERS: dict[str, type[Logger]] = {
     "TensorBoard": TensorBoard,
     "Weights & Biases": WeightsAndBiases,
 }
-"""The loggers by their names in messages and pages. They are closed in this order: W&B may wait for its server, and the
-process may be killed meanwhile, so it is last."""
+"""The loggers by their names in messages and pages; closed in this order, because W&B may wait for its server."""
 
 
 class Loggers:
@@ -319,7 +318,7 @@ class Loggers:
                 write_atomically(start.run / name, text)
             for name, logger_class in LOGGERS.items():
                 if logger_class.is_on(start.logging) and name not in self._failed:
-                    with self._dropping_failed(name, logger_class):
+                    with self._dropping_failed(name):
                         self._open[name] = logger_class(start)
         except OSError as error:
             reason = f"cannot be written ({error.strerror or error}); free space, or name another"
@@ -327,28 +326,23 @@ class Loggers:
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
         """Record a step's metrics in every open logger."""
-        for name, metrics_logger in list(self._open.items()):
-            with self._dropping_failed(name, type(metrics_logger)):
-                metrics_logger.write(step, metrics)
+        for name in list(self._open):
+            with self._dropping_failed(name):
+                self._open[name].write(step, metrics)
 
     def close(self, *, failed: bool = False) -> None:
-        """Close all loggers in the order of `LOGGERS`; `open` may follow.
-
-        Args:
-            failed: whether the run ends with an error.
-        """
-        for name, metrics_logger in list(self._open.items()):
-            del self._open[name]
-            with self._dropping_failed(name, type(metrics_logger)):
-                metrics_logger.close(failed=failed)
+        """Close all loggers in the order of `LOGGERS`; `failed`: the run ends with an error."""
+        for name in list(self._open):
+            with self._dropping_failed(name):
+                self._open.pop(name).close(failed=failed)
 
     @contextmanager
-    def _dropping_failed(self, name: str, logger_class: type[Logger]) -> Iterator[None]:
+    def _dropping_failed(self, name: str) -> Iterator[None]:
         """If the block fails, warn and drop the logger for good: its record has a hole, and it may fail again."""
         try:
             yield
         except Exception as error:  # libraries and networks raise errors of any type
-            if logger_class.is_needed:
+            if LOGGERS[name].is_needed:
                 raise
             self._failed.add(name)
             logger.warning("%s is without this run's metrics from here on: %s: %s", name, type(error).__name__, error)

@@ -8,12 +8,12 @@ model; this module converts values, and knows the defaults of Megatron-LM that d
 import contextlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, get_type_hints
 
 import yaml
 
-from megatron_fanformer.configuration import describe_fields, overlay, read_overrides, value_problems
+from megatron_fanformer.configuration import describe_fields, flatten, overlay, read_overrides, value_problems
 from megatron_fanformer.convert.megatron_names import (
     BY_HAND,
     CONVERTED,
@@ -148,8 +148,7 @@ def convert(words: Sequence[str]) -> Converted:
     if "data_path" in arguments and not {SPLIT, VALIDATION} & fields.keys():
         fields[SPLIT] = DEFAULT_SPLIT
     values = overlay({}, {**fields, **read_overrides(overrides, advice=advice)})
-    fan = values.get("model", {}).get("fan", {})
-    is_transformer = isinstance(fan, Mapping) and fan.get("placement") == "none"
+    is_transformer = flatten(values).get("model.fan.placement") == "none"
     notes = {
         "FAN layers": [TRANSFORMER] if is_transformer else [],
         "Another model than there": differences,
@@ -162,10 +161,7 @@ def convert(words: Sequence[str]) -> Converted:
 
 
 def _group_words(words: Sequence[str]) -> tuple[Arguments, list[str]]:
-    """Separate the arguments of Megatron-LM from the words of `--section.field` overrides.
-
-    If an argument is repeated, the last one counts.
-    """
+    """Separate the arguments of Megatron-LM (the last, if one is repeated) from `--section.field` overrides."""
     arguments: Arguments = {}
     overrides: list[str] = []
     current = None  # the list that the next value belongs to

@@ -84,10 +84,9 @@ def find_metric(name: str) -> Metric | None:
 
 
 def dashboard_name(name: str) -> str:
-    """Return a metric's name on dashboards, GROUP/NAME.
+    """Return a metric's name on dashboards, GROUP/NAME, without the prefix `eval/` of OLMo's names.
 
-    Dashboards sort groups by name. The group `train` is to come first, so the others are called `train_data`,
-    `validation` and so on. OLMo's names of evaluations lose the prefix `eval/`.
+    Dashboards sort groups by name. `train` is to come first, so other groups are called `train_data`, `validation`, …
     """
     metric = find_metric(name)
     if metric is None:

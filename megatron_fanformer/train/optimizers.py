@@ -62,12 +62,7 @@ class AdamW(OptimizerStates):
         return with_bf16_moments(megatron_optimizer.Adam) if formats == {"bf16"} else Adam
 
     def connect(self, config: Any, optimizer: Any, stages: list[Any]) -> None:
-        """Give our Adam, if megatron-core's `optimizer` contains it, the number formats of its states.
-
-        Args:
-            config: the section `optimizer` of the run's configuration.
-            stages: this rank's chunks of the model.
-        """
+        """Give our Adam, if megatron-core's `optimizer` contains it, the number formats of its states."""
         from megatron_fanformer.model.config import torch_dtype
         from megatron_fanformer.train.torch_optimizers import Adam
 

@@ -8,9 +8,7 @@ of a layer's map (in both outputs at placement `qk_and_v`), and p is its phase b
   the tokens, is below `DEAD_SPREAD`.
 - **Coarse unit**: it has a phase of `COARSE_PHASE` or more, which bf16 no longer resolves.
 
-Exactly one rank sees each phase: tensor parallel ranks share the rows (in the `sequence` form, the sequence), context
-and data parallel ranks the tokens, and stages the layers. So counts, sums and maxima over all ranks are equal to those
-of a run on a single rank.
+Each phase is on exactly one rank, so counts, sums and maxima over all ranks are those of a run on a single rank.
 
 Shapes: n tokens of a micro batch, k rows of the map on one rank, over all outputs.
 """

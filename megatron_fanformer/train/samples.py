@@ -19,9 +19,7 @@ def run_datasets(config: RunConfig, data: CheckedData | None = None) -> Datasets
     Args:
         data: the checked token files; None: rank 0 checks them now.
 
-    Raises:
-        InputError: a token file is missing, or there is too little data.
-        CorruptError: a token file is damaged.
+    Raises InputError if data are missing or too few, CorruptError if a token file is damaged.
     """
     return build_datasets(
         config.data,

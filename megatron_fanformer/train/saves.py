@@ -43,7 +43,6 @@ class Checkpointer:
     ) -> None:
         self._config, self._grid = config, grid
         self._listener, self._note_saved = listener, note_saved
-        self._has_mirror = config.checkpoint.mirror is not None
         self._mirror = Mirror(config.checkpoint.mirror if grid.is_main else None, keep=config.checkpoint.mirror_keep)
 
     @functools.cached_property
@@ -73,12 +72,12 @@ class Checkpointer:
 
     def copy_to_mirror(self, step: int) -> None:
         """Start copying the published checkpoint of a step to the mirror."""
-        checkpoints = Path(self._config.training.run_dir) / run_folder.CHECKPOINTS
-        self._mirror.offer(checkpoints / run_folder.checkpoint_name(step))
+        run = Path(self._config.training.run_dir)
+        self._mirror.offer(run / run_folder.CHECKPOINTS / run_folder.checkpoint_name(step))
 
     def finish_copies(self, *, was_stopped: bool) -> None:
         """Wait for the copies to the mirror: until a signal to stop comes, or for a minute if one has come before."""
-        if not self._has_mirror:
+        if self._config.checkpoint.mirror is None:
             return
 
         def finish() -> None:

@@ -76,8 +76,7 @@ def wrap_stages(
     """
     config = chunks[0].config
     config.finalize_model_grads_func = finalize_model_grads
-    # The wrapper reads this flag when it is made. If False, it averages gradients over the replicas, and they would be
-    # divided by the number of tokens as well.
+    # Read when the wrapper is made: if False, gradients are averaged over the replicas before they are finalized.
     config.calculate_per_token_loss = True
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=grad_reduce_in_fp32,
@@ -152,8 +151,7 @@ def attempt_step(
 ) -> StepResult:
     """Compute a step without the update; the gradients of the global batch stay in the buffers.
 
-    The host waits for the device once, to read the gradient norm; the loss is ready by then. With megatron-core 0.16 it
-    also waits after backward, once for each chunk, because `finalize_model_grads` reads the number of tokens there.
+    The host waits for the device to read the gradient norm; with megatron-core 0.16 also for `finalize_model_grads`.
 
     Args:
         listen: is called after backward and returns this rank's pending requests, which are summed with the loss.

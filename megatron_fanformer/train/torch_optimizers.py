@@ -267,11 +267,9 @@ def exchange_updates(
 
 
 def _join_parts(matrix: Matrix, parts: Sequence[Tensor], tensor_size: int) -> Tensor:
-    """Return the whole matrix from the parts of all ranks of the group, [m, n]."""
-    if matrix.shards == 1:
-        return torch.cat(list(parts[::tensor_size])).view(matrix.shard)
+    """Return the whole matrix [m, n] from the flat parts of all ranks of the group."""
     shards = [torch.cat(list(parts[shard::tensor_size])).view(matrix.shard) for shard in range(matrix.shards)]
-    return torch.cat(shards, dim=matrix.dimension)
+    return torch.cat(shards, dim=matrix.dimension) if len(shards) > 1 else shards[0]
 
 
 def _all_to_all(message: Tensor, sent: list[int], received: list[int], settings: Settings) -> tuple[Tensor, ...]:

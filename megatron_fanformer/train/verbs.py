@@ -73,10 +73,7 @@ def config(options: ConfigOptions) -> None:
 
     if options.resolved and not options.config:
         raise InputError("--resolved needs --config FILE; name a configuration file")
-    if options.config:
-        show([resolved_text(options.config, options.overrides)])
-    else:
-        show([field_list()])
+    show([resolved_text(options.config, options.overrides) if options.config else field_list()])
 
 
 TRAIN = Verb(

@@ -39,7 +39,7 @@ def test_a_signal_that_came_before_leaves_the_mirror_its_minute(
     was_stopped: bool, signals: list[bool], seconds: float, is_enough: bool
 ) -> None:
     saves: Any = Checkpointer.__new__(Checkpointer)
-    saves._has_mirror, saves._mirror, saves._listener = True, Mock(), Mock()
+    saves._config, saves._mirror, saves._listener = Mock(), Mock(), Mock()
     saves._listener.pending.side_effect = [Interrupts(stop=stop) for stop in signals]
     asked = []
     saves._mirror.finish.side_effect = lambda is_enough, seconds: asked.append((is_enough(), seconds))
