@@ -36,7 +36,7 @@ from megatron_fanformer.convert.name_table import vocabulary_multiple
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.model.config import FANformerConfig
 
-LAYER = re.compile(r"decoder\.layers\.(?:(\d{1,9})\.)?(.+)", re.ASCII)
+LAYER = re.compile(r"decoder\.layers\.(?:(?P<number>\d{1,9})\.)?(?P<suffix>.+)", re.ASCII)  # stacked: no number
 OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.", re.ASCII)
 EMBEDDING = "embedding.word_embeddings.weight"
 FUSED_NORM = ".layer_norm_weight"
@@ -80,7 +80,7 @@ def open_megatron_lm(
     num_layers = arguments.get("num_layers")
     if HYBRID_NORM in weights and type(num_layers) is int:
         arguments = {**arguments, "num_layers": num_layers // 2}
-    model = _model(folder, arguments, stated, tensors.meta)
+    model = _model_config(folder, arguments, stated, tensors.meta)
     weight_names = set(weights)
     check_parts(folder, (part for part in stored_parts(table) if part.name in weight_names))
     notes: tuple[str, ...] = (LEFT_OUT,) if len(weights) < len(stored.described) else ()
@@ -103,17 +103,17 @@ def _unstack_layers(folder: Path, stored: StoredTensors, weights: list[str]) -> 
     places: dict[str, tuple[str, int | None]] = {}  # by our name: the stored name, and the layer's index in its stack
     is_hybrid = HYBRID_NORM in weights
     for name in weights:
-        layer = LAYER.fullmatch(name)
-        if layer is None:
+        match = LAYER.fullmatch(name)
+        if match is None:
             places[OUR_NORM if name == HYBRID_NORM else name] = name, None
-        elif layer[1] is not None:
-            number = int(layer[1])
-            if is_hybrid and not layer[2].startswith(HALVES[number % 2]):
+        elif match["number"] is not None:
+            number = int(match["number"])
+            if is_hybrid and not match["suffix"].startswith(HALVES[number % 2]):
                 raise InputError(
                     f"the model in {folder} has {name}: its layers are not attention and MLP in turn (`*-` repeated in "
                     "--hybrid-layer-pattern), as a FANformer's are; it runs in Megatron-LM alone"
                 )
-            places[_our_name(number // 2 if is_hybrid else number, layer[2])] = name, None
+            places[_our_name(number // 2 if is_hybrid else number, match["suffix"])] = name, None
         else:
             described = stored.described[name]
             layers, parts = described.size[0] if described.size else 0, len(described.chunks)
@@ -121,7 +121,7 @@ def _unstack_layers(folder: Path, stored: StoredTensors, weights: list[str]) -> 
                 raise CorruptError(
                     f"{folder / METADATA} has {name} of {layers} layers in {parts} parts; use another checkpoint"
                 )
-            places.update({_our_name(number, layer[2]): (name, number) for number in range(layers)})
+            places.update({_our_name(number, match["suffix"]): (name, number) for number in range(layers)})
     meta = {name: stored.meta(*place) for name, place in places.items()}
     return LazyTensors(meta, lambda name: stored.read(*places[name]))
 
@@ -136,7 +136,7 @@ def _our_name(layer: int, suffix: str) -> str:
 # -- the model
 
 
-def _model(
+def _model_config(
     folder: Path, arguments: Arguments, stated: Mapping[str, Any], shapes: Mapping[str, Tensor]
 ) -> FANformerConfig:
     """Return the model's configuration, from the arguments and the fields that the user states."""

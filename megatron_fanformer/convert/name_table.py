@@ -142,7 +142,7 @@ class Row:
         return torch.empty([size.value(config) for size in self.shape], dtype=dtype, device="meta")
 
 
-def _vocabulary(megatron: str, reference: str, hf: str) -> Row:
+def _vocabulary_row(megatron: str, reference: str, hf: str) -> Row:
     return Row(
         Naming((megatron,), VOCABULARY_PADDED),
         (Size("V", lambda config: config.padded_vocab_size), H),
@@ -151,14 +151,14 @@ def _vocabulary(megatron: str, reference: str, hf: str) -> Row:
     )
 
 
-EMBEDDING = _vocabulary("embedding.word_embeddings.weight", "transformer.wte.weight", "model.embed_tokens.weight")
+EMBEDDING = _vocabulary_row("embedding.word_embeddings.weight", "transformer.wte.weight", "model.embed_tokens.weight")
 FINAL_NORM = Row(
     Naming(("decoder.final_layernorm.weight",)),
     (H,),
     Naming(("transformer.ln_f.weight",)),
     Naming(("model.norm.weight",)),
 )
-HEAD = _vocabulary("output_layer.weight", "transformer.ff_out.weight", "lm_head.weight")
+HEAD = _vocabulary_row("output_layer.weight", "transformer.ff_out.weight", "lm_head.weight")
 
 
 @functools.cache

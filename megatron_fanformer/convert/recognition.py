@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.data.chats import MASK_SUFFIX, is_row_folder
@@ -147,6 +147,7 @@ def _recognize(path: str) -> Target:
 
 
 def _recognize_folder(folder: Path) -> Target:
+    """Recognize a folder; the order of the checks decides where several kinds would match."""
     if (folder / TRACKER).is_file():  # checked before the folder's name: Megatron-LM may save into any folder
         return Target("megatron-lm", folder)
     named = folder.resolve() if folder.name in ("", "..") else folder  # a checkpoint's name states its step
@@ -158,7 +159,10 @@ def _recognize_folder(folder: Path) -> Target:
             return Target("run", folder)
         if named.name == run_folder.CHECKPOINTS or (folder / run_folder.LATEST).is_file():
             return Target("run", named.parent)
-    stated, sections = _read_if_present(folder / CONFIG_JSON), _read_if_present(folder / run_folder.CONFIG)
+    stated, sections = (
+        run_folder.read_mapping(file) if file.is_file() else {}
+        for file in (folder / CONFIG_JSON, folder / run_folder.CONFIG)
+    )
     model_type, model = stated.get("model_type"), sections.get("model")
     if model_type == MODEL_TYPE:
         return Target("hf", folder)
@@ -176,7 +180,3 @@ def _recognize_folder(folder: Path) -> Target:
         return Target("megatron-lm", folder)
     reason = f": its {CONFIG_JSON} has model_type {model_type!r}, not {MODEL_TYPE!r}" if model_type else ""
     raise InputError(f"{folder} is a folder of unknown kind{reason}")
-
-
-def _read_if_present(file: Path) -> dict[str, Any]:
-    return run_folder.read_mapping(file) if file.is_file() else {}

@@ -98,7 +98,7 @@ def open_reference(folder: Path) -> tuple[FANformerConfig, LazyTensors]:
     if problems := _problems(fields) + sizes.problems():
         raise InputError(f"the model in {folder} cannot be converted: {'; '.join(problems)}")
     tensors = _strip_wrap_prefix(open_weights(folder))
-    config = _config(sizes, _fan_config(fields, sizes, tensors.meta))
+    config = _model_config(sizes, _fan_config(fields, sizes, tensors.meta))
     if problems := config.stated_problems():
         raise InputError(f"the model in {folder} cannot be built: {'; '.join(problems)}")
     return config, tensors
@@ -129,7 +129,7 @@ def write_reference(
     All tensors are in memory at once. No safetensors file is written: the authors' trainer would prefer it to
     `model.pt`, and expect pickles as the names of its tensors.
     """
-    text = yaml.safe_dump({"model": _fields(config, end_of_text_id)}, sort_keys=False)
+    text = yaml.safe_dump({"model": _reference_fields(config, end_of_text_id)}, sort_keys=False)
     (folder / run_folder.CONFIG).write_text(text)
     # Cloned: torch.save would write all of the memory that a tensor is a part of.
     copies = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
@@ -175,7 +175,7 @@ def _fan_config(fields: Fields, sizes: _Sizes, shapes: Mapping[str, Tensor]) -> 
     block_type = fields.get("block_type", SEQUENTIAL)
     stated = {"block_type": block_type, "use_ATF": bool(fields.get("use_ATF")) or block_type == FANFORMER}
     placement = next(placement for placement in PLACEMENTS.values() if placement.reference_fields == stated)
-    model = _config(sizes, FANConfig(placement=placement.name))
+    model = _model_config(sizes, FANConfig(placement=placement.name))
     if model.stated_problems() or not placement.is_fanformer:  # open_reference reports the problems
         return model.fan
     maps = placement.maps(model)  # one map for queries, keys and values; or one for queries and keys, one for values
@@ -196,7 +196,7 @@ def _fan_config(fields: Fields, sizes: _Sizes, shapes: Mapping[str, Tensor]) -> 
     )
 
 
-def _config(sizes: _Sizes, fan: FANConfig) -> FANformerConfig:
+def _model_config(sizes: _Sizes, fan: FANConfig) -> FANformerConfig:
     return FANformerConfig(
         num_layers=sizes.n_layers,
         hidden_size=sizes.d_model,
@@ -213,7 +213,7 @@ def _config(sizes: _Sizes, fan: FANConfig) -> FANformerConfig:
     )
 
 
-def _fields(config: FANformerConfig, end_of_text_id: int | None) -> dict[str, Any]:
+def _reference_fields(config: FANformerConfig, end_of_text_id: int | None) -> dict[str, Any]:
     fan = config.placement.reference_fields
     assert fan is not None, "`convert` refuses a model that the format cannot express"
     fields = {

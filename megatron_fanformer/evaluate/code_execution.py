@@ -52,10 +52,10 @@ class Result:
 def run_programs(programs: Sequence[Program], *, limits: Limits = Limits()) -> list[Result]:
     """Run Python programs, as many at a time as there are cores, and return their results in order."""
     with ThreadPoolExecutor(usable_cores()) as pool:
-        return list(pool.map(partial(_run, limits), programs))
+        return list(pool.map(partial(_run_program, limits), programs))
 
 
-def _run(limits: Limits, program: Program) -> Result:
+def _run_program(limits: Limits, program: Program) -> Result:
     child_input = json.dumps([*program, limits.memory_bytes, limits.cpu_seconds]).encode()
     with (
         tempfile.TemporaryDirectory(prefix="program-", ignore_cleanup_errors=True) as home,

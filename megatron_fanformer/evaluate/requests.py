@@ -97,10 +97,7 @@ class RequestFile:
     """The documents of generation tasks, stored as text."""
 
     def select(self, names: Sequence[str], *, limit: int | None = None) -> dict[str, TaskRequests]:
-        """Return the first `limit` documents of the named choice tasks, in the order of the names.
-
-        Raises InputError if the file lacks a task.
-        """
+        """Return the first `limit` documents of the named choice tasks; raise InputError if a task is missing."""
         if missing := [name for name in names if name not in self.tasks]:
             present = ", ".join(self.tasks) or "no choice tasks"
             raise InputError(
@@ -285,7 +282,7 @@ def read_requests(path: Path) -> RequestFile:
         raise InputError(f"{path} is a request file of version {version}, this program's is {VERSION}; {AGAIN}")
     try:
         content = msgspec.json.decode(text, type=_Content)
-        tasks = {name: _task(name, metric, arrays) for name, metric in content.tasks.items()}
+        tasks = {name: _unpack_task(name, metric, arrays) for name, metric in content.tasks.items()}
         texts = {name: msgspec.json.decode(arrays[f"{name}/texts"].tobytes()) for name in content.texts}
     except (msgspec.MsgspecError, KeyError, ValueError) as error:
         raise CorruptError(f"{path} is not as `evaluate --prepare` writes it ({error}); {AGAIN}") from None
@@ -300,7 +297,7 @@ def read_requests(path: Path) -> RequestFile:
     )
 
 
-def _task(name: str, metric: str, arrays: Mapping[str, np.ndarray]) -> TaskRequests:
+def _unpack_task(name: str, metric: str, arrays: Mapping[str, np.ndarray]) -> TaskRequests:
     lengths = {length: arrays[f"{name}/{length}"] for length in LENGTHS}
     fields: dict[str, Any] = {field: arrays[f"{name}/{field}"] for field in ARRAYS}
     task = TaskRequests(name=name, metric=metric, lengths=lengths, **fields)

@@ -121,7 +121,9 @@ def survey_evaluation(
     sets: list[PerplexitySet] | None = []
     if config.requests is not None:
         task_problems: list[str] = []
-        tasks = collect_problems(task_problems, partial(_tasks, config, requests, seq_length, vocab_size, tokenizer))
+        tasks = collect_problems(
+            task_problems, partial(_find_tasks, config, requests, seq_length, vocab_size, tokenizer)
+        )
         problems += [f"evaluation.requests: {line}" for line in task_problems]
     if not config.perplexity.is_empty:
         # A tokenizer need not have an end of text to count bytes.
@@ -135,7 +137,7 @@ def survey_evaluation(
     return EvaluationSurvey(tasks=tasks, sets=tuple(sets))
 
 
-def _tasks(
+def _find_tasks(
     config: EvaluationConfig, requests: RequestFile | None, seq_length: int, vocab_size: int, tokenizer: str | None
 ) -> dict[str, TaskRequests]:
     requests = requests or read_requests(Path(str(config.requests)))
@@ -170,7 +172,7 @@ def _tasks(
 
 def set_problems(config: PerplexityConfig) -> list[str]:
     """Return a line that names the paths without token files, or no line; open no file."""
-    missing = [redacted(path) for paths in config.paths.values() for path in paths if not _files_of(path)]
+    missing = [redacted(path) for paths in config.paths.values() for path in paths if not _find_files(path)]
     if not missing:
         return []
     return [
@@ -179,7 +181,7 @@ def set_problems(config: PerplexityConfig) -> list[str]:
     ]
 
 
-def _files_of(path: str) -> list[str]:
+def _find_files(path: str) -> list[str]:
     """Return the .npy files and the prefixes of pairs that a file, a prefix, a folder or a glob names."""
     if is_url(path):
         if path.endswith("/") or (path.endswith(NPY_SUFFIX) and glob.has_magic(path)):
@@ -221,7 +223,7 @@ def find_sets(
         raise InputError("\n".join(problems))
     sets = []
     for name, paths in config.paths.items():
-        opened = [_open(file, config.npy_dtype) for path in paths for file in _files_of(path)]
+        opened = [_open_tokens(file, config.npy_dtype) for path in paths for file in _find_files(path)]
         files, manifests = tuple(file for file, _ in opened), [manifest for _, manifest in opened]
         for file in files:
             refuse_largest_id(file.max_token_id, vocab_size, file.path)
@@ -229,8 +231,8 @@ def find_sets(
             name=name, files=files, chunk_tokens=size, vocab_size=vocab_size, most_tokens=config.limit_tokens
         )
         if tokenizer is not None:
-            stated = (manifest.tokenizer.sha256 for manifest in manifests if manifest)
-            if other := another_tokenizer(stated, sha256_of(tokenizer.path), "the model's"):
+            hashes = [manifest.tokenizer.sha256 for manifest in manifests if manifest]
+            if other := another_tokenizer(hashes, sha256_of(tokenizer.path), "the model's"):
                 logger.warning(
                     "perplexity set %s was made with %s; unless both give the same ids, its perplexity says nothing",
                     name,
@@ -240,7 +242,8 @@ def find_sets(
     return sets
 
 
-def _open(path: str, npy_dtype: NpyType) -> tuple[NpyFile, Manifest | None]:
+def _open_tokens(path: str, npy_dtype: NpyType) -> tuple[NpyFile, Manifest | None]:
+    """Open a `.npy` file, or the `.bin` file of a prefix; return it with its manifest, if there is one."""
     is_npy = path.endswith(NPY_SUFFIX)
     if is_npy:
         (file,) = open_npy_files([path], npy_dtype)
