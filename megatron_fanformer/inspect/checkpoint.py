@@ -1,4 +1,4 @@
-"""Describe and verify runs, checkpoints and exports; no weights are read to describe, and there is no process group."""
+"""Describe and verify runs, checkpoints and exports. Describing reads no weights; nothing needs a process group."""
 
 import dataclasses
 import statistics
@@ -39,15 +39,11 @@ from megatron_fanformer.train.recovery import read_events
 Report = dict[str, Any]
 PICKLE_SUFFIXES = (".pt", ".bin")
 """Weight files that are torch archives, whose records have a CRC-32; safetensors have none."""
-FEWEST_AVERAGED = 10  # steps, where there are so many; else a twentieth of them
+FEWEST_AVERAGED = 10  # steps; of a long run, the last twentieth is averaged
 
 
 def describe_run(run: Path) -> Report:
-    """Describe a run: how far it has come, its checkpoints, and the newest of them in `parts`.
-
-    Raises:
-        CorruptError: its newest checkpoint cannot be read.
-    """
+    """Describe a run: its progress, its checkpoints, and, in `parts`, the newest; CorruptError if that is damaged."""
     latest = run_folder.latest_checkpoint(run)
     return {
         "kind": "run",
@@ -59,11 +55,7 @@ def describe_run(run: Path) -> Report:
 
 
 def describe_checkpoint(checkpoint: Path) -> Report:
-    """Return one checkpoint: step, model, layout, precision, data and what is stored.
-
-    Raises:
-        CorruptError: it cannot be read, or holds more than data.
-    """
+    """Describe a checkpoint: its step, model, layout, precision, data and files; CorruptError if it is damaged."""
     check_small_files(checkpoint)
     config, saved = run_folder.saved_model(checkpoint), run_folder.saved_config(checkpoint)
     table = read_table(checkpoint)
@@ -94,16 +86,16 @@ def describe_checkpoint(checkpoint: Path) -> Report:
 
 
 def model_facts(config: FANformerConfig) -> dict[str, Any]:
-    """Return the model's configuration and the sizes that follow from it."""
+    """Return the model's configuration, its title, and the numbers of its parameters and its padded vocabulary."""
     counts = {"parameters": config.num_parameters, "padded_vocab_size": config.padded_vocab_size}
     return {"title": config.placement.title, **counts, **dataclasses.asdict(config)}
 
 
 def text_facts(folder: Path) -> dict[str, Any]:
-    """Return the tokenizer beside the weights, and whether it has a chat template.
+    """Return the name of the tokenizer's file in a folder, and whether the folder has a chat template.
 
     Raises:
-        CorruptError: a checkpoint's tokenizer is a link to somewhere else.
+        CorruptError: the tokenizer of a checkpoint is a link to another folder.
         InputError: the chat template cannot be read.
     """
     tokenizer = run_folder.attached_tokenizer(folder)
@@ -113,16 +105,16 @@ def text_facts(folder: Path) -> dict[str, Any]:
     }
 
 
-# -- whether it is whole
+# -- verification
 
 
 def check_checkpoint(checkpoint: Path) -> str:
-    """Check every file against the manifest, and that every tensor is complete; returns what was checked.
+    """Check every file against the manifest, and that every tensor is complete; return a line that says so.
 
-    It begins with the checkpoint's name: what is shown above it is a run's newest, which may be a newer one by then.
+    The line names the checkpoint: the report of a run, above it, may already describe a newer one.
 
     Raises:
-        CorruptError: something is missing or damaged; names the file, and what.
+        CorruptError: a file is missing or damaged, or a tensor is missing, incomplete or of another shape.
     """
     check_stored(checkpoint)
     tensors, config = tensors_of(read_table(checkpoint)), run_folder.saved_model(checkpoint)
@@ -145,40 +137,41 @@ def check_checkpoint(checkpoint: Path) -> str:
 
 
 def describe_export(target: Target) -> Report:
-    """Describe the model, its type and its files.
+    """Describe an export: its model, the type of its weights, and its files.
 
     Raises:
         InputError: the model cannot be built here.
         CorruptError: a file is missing or cannot be read.
     """
-    kind, config, shapes = _opened(target)
+    kind, config, tensors = _open_export(target)
     files = weight_files(target.path)
     return {
         "kind": kind,
         "path": str(target.path),
         "model": model_facts(config),
-        "dtype": ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in shapes.values()})),
-        "tensors": len(shapes),
-        "stored_parameters": sum(tensor.numel() for tensor in shapes.values()),
+        "dtype": ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})),
+        "tensors": len(tensors),
+        "stored_parameters": sum(tensor.numel() for tensor in tensors.values()),
         "shards": [file.name for file in files],
         "bytes": sum(file.stat().st_size for file in files),
         **text_facts(target.path),
     }
 
 
-def _opened(target: Target) -> tuple[Format, FANformerConfig, Mapping[str, Tensor]]:
-    """Return the format, the model, and its tensors on the meta device."""
-    config, tensors = open_huggingface(target.path) if target.kind == "hf" else open_reference(target.path)
-    return "hf" if target.kind == "hf" else "reference", config, tensors.meta
+def _open_export(target: Target) -> tuple[Format, FANformerConfig, Mapping[str, Tensor]]:
+    """Return the format, the configuration, and the tensors, on the meta device, of an export."""
+    kind: Format = "hf" if target.kind == "hf" else "reference"
+    config, tensors = open_huggingface(target.path) if kind == "hf" else open_reference(target.path)
+    return kind, config, tensors.meta
 
 
 def check_export(target: Target) -> str:
-    """Check that exactly the model's tensors are there, complete and in their shapes; returns what was checked.
+    """Check that an export has exactly the tensors of its model, in their shapes; return a line that says so.
 
     Raises:
-        CorruptError: something is missing or damaged; names it.
+        CorruptError: a tensor is missing, unknown or of another shape, or a file is damaged.
     """
-    kind, config, tensors = _opened(target)
+    kind, config, tensors = _open_export(target)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     expected = expected_shapes(config, kind)
     for name in expected.keys() | shapes.keys():
@@ -194,15 +187,15 @@ def check_export(target: Target) -> str:
     return f"{plural(len(expected), 'tensor')} by name, shape and place; {sums}"
 
 
-# -- how far a run has come
+# -- the progress of a run
 
 
 def read_progress(run: Path) -> Report:
-    """Return how far a run has come, by what can be read of its folder.
+    """Return the progress of a run, as far as the files in its folder can be read.
 
-    `saved` is the step that `train` goes on from (0: the beginning); `loss` and `step_seconds` are the mean and the
-    median of the last twentieth of the steps; `seconds_left` is at that pace, without evaluating and saving, and None
-    unless the run goes on; `events` are the numbers of those in recovery.jsonl.
+    `saved` is the step that `train` goes on from (0: the beginning). `loss` is the mean and `step_seconds` the median
+    over the last twentieth of the steps. `seconds_left` is an estimate by this median, without evaluations and saves,
+    and None unless the run is running. `events` are the numbers of events of each kind in recovery.jsonl.
     """
     holder, saved, steps = holder_of(run), _saved_step(run), None
     with suppress(CorruptError):
@@ -214,9 +207,11 @@ def read_progress(run: Path) -> Report:
     with suppress(FileNotFoundError), (run / run_folder.METRICS).open("rb") as stream:  # one line in memory at a time
         for entry in filter(None, map(run_folder.metrics_entry, stream)):
             step, tokens = max(step, entry["step"]), entry.get("tokens", tokens)
-            losses += [entry["loss"]] if entry.get("loss") is not None else []
-            seconds += [entry["step_seconds"]] if "step_seconds" in entry else []
-            validation |= _evaluated(entry)
+            if entry.get("loss") is not None:
+                losses.append(entry["loss"])
+            if "step_seconds" in entry:
+                seconds.append(entry["step_seconds"])
+            validation |= _validation_losses(entry)
     window = max(FEWEST_AVERAGED, len(losses) // SMOOTHED_SHARE)
     step_seconds = statistics.median(seconds[-window:]) if seconds else None
     if holder is not None:
@@ -240,11 +235,11 @@ def read_progress(run: Path) -> Report:
 
 
 def _saved_step(run: Path) -> int:
-    """Return the step of the checkpoint that a run goes on from, as far as its small files tell; 0 where there is none.
+    """Return the step of the checkpoint that a run goes on from; 0 if there is none. Tensors are not checked.
 
-    A step may be logged and never saved, as those since the last checkpoint of a run that was killed.
+    A killed run has logged later steps, which are not saved.
     """
-    with suppress(CorruptError):  # `latest` names one, and there is none at all
+    with suppress(CorruptError):  # there is a `latest`, but no checkpoint
         for checkpoint in run_folder.checkpoints_to_resume(run):
             with suppress(CorruptError):
                 run_folder.check_sound(checkpoint)
@@ -252,8 +247,8 @@ def _saved_step(run: Path) -> int:
     return 0
 
 
-def _evaluated(entry: Report) -> Iterator[tuple[str, float]]:
-    """Yield the losses that a step has evaluated, by the names of their sets."""
+def _validation_losses(entry: Report) -> Iterator[tuple[str, float]]:
+    """Yield the name and the loss of each validation set in an entry of the metrics."""
     for name, value in entry.items():
         if name.startswith(VALIDATION_PREFIX):
             yield name.removeprefix(VALIDATION_PREFIX), value

@@ -1,4 +1,4 @@
-"""Describe and verify token files, by their manifest if there is one, and by the files; torch is not imported."""
+"""Describe token files, and verify them against their manifest; this module does not import torch."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,18 +25,18 @@ from megatron_fanformer.runtime.device import cache_of
 from megatron_fanformer.stores import is_url
 from megatron_fanformer.terminal import plural, size
 
-THREADS = 8  # more only make the disk seek
-NPY_DTYPE: NpyType = "uint16"  # of the paper's files, which do not state it
+THREADS = 8  # with more, a disk spends its time on seeking
+NPY_DTYPE: NpyType = "uint16"  # the type of the paper's files, which do not state one
 
 Report = dict[str, Any]
 
 
 def describe_data(target: Target) -> Report:
-    """Describe token files: one prefix, or all in a folder.
+    """Describe the token files of one prefix, or of all prefixes in a folder.
 
     Raises:
-        InputError: files that are missing.
-        CorruptError: files that cannot be read, or disagree with their index.
+        InputError: a file is missing.
+        CorruptError: a file cannot be read, or disagrees with its index.
     """
     parts = [describe_prefix(prefix) for prefix in target.prefixes]
     if target.kind == "token files":
@@ -65,10 +65,11 @@ def describe_prefix(prefix: str) -> Report:
 
 
 def _describe_files(prefix: str) -> Report:
+    """Return the format, the type and the numbers of documents, tokens and bytes; InputError if there are no tokens."""
     stated = token_files_record(prefix)
     if is_row_folder(prefix) or Path(prefix + MASK_SUFFIX).exists():
         return _describe_chats(prefix)
-    if _is_there(prefix, ".bin") or _is_there(prefix, ".idx"):
+    if _file_exists(prefix, ".bin") or _file_exists(prefix, ".idx"):
         index = read_index(prefix, cache=cache_of(prefix))
         facts: Report = {
             "format": "megatron",
@@ -80,7 +81,7 @@ def _describe_files(prefix: str) -> Report:
         }
         if index.sequences:
             facts |= {"shortest": int(index.lengths.min()), "longest": int(index.lengths.max())}
-    elif _is_there(prefix, NPY_SUFFIX):
+    elif _file_exists(prefix, NPY_SUFFIX):
         (file,) = open_npy_files([prefix + NPY_SUFFIX], NPY_DTYPE)
         total = file.tokens * file.dtype.itemsize
         facts = {"format": "npy", "documents": None, "tokens": file.tokens, "dtype": file.dtype.name, "bytes": total}
@@ -92,9 +93,9 @@ def _describe_files(prefix: str) -> Report:
 
 
 def _describe_chats(prefix: str) -> Report:
-    """Describe a prefix of conversations."""
+    """Return the same facts of a prefix of conversations; `tokens` includes the padding of rows."""
     chats, stated = open_chats(prefix), token_files_record(prefix)
-    stored = chats.mask_path.stat().st_size  # with padding
+    stored = chats.mask_path.stat().st_size  # one byte a token, with padding
     tokens = int(chats.lengths.sum())
     facts = {
         "format": "chat rows" if is_row_folder(prefix) else "chats",
@@ -111,22 +112,22 @@ def _describe_chats(prefix: str) -> Report:
     return facts
 
 
-def _is_there(prefix: str, suffix: str) -> bool:
+def _file_exists(prefix: str, suffix: str) -> bool:
     return find(prefix + suffix) is not None if is_url(prefix) else Path(prefix + suffix).exists()
 
 
-# -- whether they are intact
+# -- verification
 
 
 def check_data(target: Target) -> str:
-    """Check every token file of `target` against its manifest; returns a line that says what agrees.
+    """Check every token file of `target` against its manifest; return a line that says what agrees.
 
     Raises:
         InputError: there is no manifest.
-        CorruptError: something differs; names the file, and what.
+        CorruptError: a file is missing or damaged, or a number of documents or tokens differs.
     """
     outputs: list[tuple[str, TokenFiles, int]] = []
-    """The path before the names in a manifest, the files, and the ledger's rows of refused conversations."""
+    """For each prefix: its folder, its files by the manifest, and the number of conversations that were refused."""
     for prefix in target.prefixes:
         manifest = read_manifest(prefix)
         if manifest is None:
@@ -135,14 +136,14 @@ def check_data(target: Target) -> str:
             )
         if is_url(prefix) and manifest.settings.chat is not None:
             raise InputError(f"{prefix} holds conversations, which are verified on this machine; copy them here")
-        folder, slash, _ = prefix.rpartition("/")
+        folder = prefix[: prefix.rfind("/") + 1]
         refused = sum(manifest.refused.values()) if manifest.settings.chat is not None else 0
-        outputs += [(folder + slash, output, refused) for output in manifest.outputs]
-    files = {beside + record.path: record for beside, output, _ in outputs for record in output.files.values()}
+        outputs += [(folder, output, refused) for output in manifest.outputs]
+    files = {folder + record.path: record for folder, output, _ in outputs for record in output.files.values()}
     with ThreadPoolExecutor(min(THREADS, usable_cores())) as pool:
         list(pool.map(_check_file, files, files.values()))
-    for beside, output, refused in outputs:
-        _check_counts(beside + output.prefix, output, refused)
+    for folder, output, refused in outputs:
+        _check_counts(folder + output.prefix, output, refused)
     return (
         f"SHA-256 of {plural(len(files), 'file')}, {size(sum(file.bytes for file in files.values()))}; index,"
         f" ledger and manifest agree on {plural(sum(output.documents for _, output, _ in outputs), 'document')} and"
@@ -151,7 +152,7 @@ def check_data(target: Target) -> str:
 
 
 def _check_file(path: str, record: FileRecord) -> None:
-    """Compare a file's bytes with its manifest."""
+    """Raise CorruptError if a file is missing, or its size or SHA-256 is not that of the manifest's record."""
     try:
         remote = find(path) if is_url(path) else None
         if is_url(path) and remote is None:
@@ -177,7 +178,7 @@ def _check_counts(prefix: str, output: TokenFiles, refused: int) -> None:
     `refused` conversations have rows in the ledger, but are not documents.
     """
     comparisons: list[tuple[str, int, int]] = []
-    """Each pair of counts, in words; the manifest's; the file's."""
+    """The name of two counts for the message; the count in the manifest; the count in the file."""
     if ".idx" in output.files:
         index = read_index(prefix, cache=cache_of(prefix))
         comparisons.append(("documents and those of its index", output.documents, len(index.lengths)))

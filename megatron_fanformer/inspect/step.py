@@ -1,7 +1,7 @@
 """The exact samples of a training step, and the documents that they come from.
 
-Datasets and order are the trainer's own (`train.samples`); `data.samples` says where a sample's tokens are stored, and
-the ledger of their token files which document they belong to.
+`train.samples` gives the datasets and the order of samples, as it does for the trainer. `data.samples` tells where the
+tokens of a sample are stored; the ledger of the token files, if there is one, tells the document of a token.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from megatron_fanformer.train.config import RunConfig, load_config
 from megatron_fanformer.train.preflight import with_steps
 from megatron_fanformer.train.samples import consumed_before, run_datasets, step_micro_batches
 
-HEAD_CHARACTERS, TAIL_CHARACTERS = 100, 40  # of a long text
+HEAD_CHARACTERS, TAIL_CHARACTERS = 100, 40  # shown of a long text
 BETWEEN = " … "
 
 Report = dict[str, Any]
@@ -43,22 +43,19 @@ def inspect_step(path: str, step: int, overrides: tuple[str, ...] = ()) -> Repor
         overrides: fields of the configuration, as on a command line.
 
     Raises:
-        InputError: the configuration, the step or the path is wrong; the run took the step's samples of other data.
+        InputError: the configuration, the step or the path is wrong; or the run has since changed its training data.
         CorruptError: token files, a ledger or a checkpoint are damaged.
     """
     path = on_this_machine(path)
     if Path(path).suffix in (".yaml", ".yml"):
         return describe_step(load_config(Path(path), overrides), step)
     target = recognize(path, OURS)
-    _refuse_former_data(target, step)
+    _refuse_changed_data(target, step)
     return describe_step(load_config(target.path / run_folder.CONFIG, overrides), step)
 
 
-def _refuse_former_data(target: Target, step: int) -> None:
-    """Raise InputError for a step that a run took before a change of its training data, which its configuration lacks.
-
-    `target` is a run with its newest checkpoint, which has the changes; or one checkpoint.
-    """
+def _refuse_changed_data(target: Target, step: int) -> None:
+    """Raise InputError if a run has changed its training data since `step`: its configuration has only the new data."""
     checkpoint = target.path if target.kind == "checkpoint" else run_folder.latest_checkpoint(target.path)
     progress = saved_progress(checkpoint, read_table(checkpoint)) if checkpoint else None
     fingerprint = fingerprint_from_plain(progress.data, checkpoint) if checkpoint and progress else None
@@ -71,7 +68,7 @@ def _refuse_former_data(target: Target, step: int) -> None:
 
 
 def describe_step(config: RunConfig, step: int) -> Report:
-    """Return the samples of a step, counted from 1, by micro batch, with the passages of documents in each.
+    """Return the samples of a step, counted from 1, by micro batch, with the passages of documents in each sample.
 
     Raises:
         InputError: the configuration or the step is wrong.
@@ -106,11 +103,8 @@ def describe_step(config: RunConfig, step: int) -> Report:
 
 
 def _checked(config: RunConfig, step: int, data_parallel_size: int) -> RunConfig:
-    """Return the configuration with its number of steps, once what decides the samples has been checked.
-
-    The layout is not checked against this machine, which need not train.
-    """
-    # Samples are the same however many replicas share the optimizer's state; and one stands in for those of a launcher.
+    """Check the fields that decide the samples, and the step; return the configuration with its number of steps."""
+    # The instances of the distributed optimizer do not change samples; more than one would require a launcher.
     parallel = dataclasses.replace(config.parallel, num_distributed_optimizer_instances=1)
     config, training = dataclasses.replace(config, parallel=parallel), config.training
     problems = [*config.model.problems(), *parallel.problems(), *config.data.problems(), *training.problems()]
@@ -127,24 +121,28 @@ def _checked(config: RunConfig, step: int, data_parallel_size: int) -> RunConfig
     return config
 
 
-def _tokenizer(prefix: str, named: str | None) -> Any:
-    """Return the tokenizer `named`, else the one that made the tokens; None where it is not there any more."""
+def _tokenizer(prefix: str, configured: str | None) -> Any:
+    """Return the configured tokenizer, or the one that made the tokens; None if its file is missing or has changed."""
     manifest = read_manifest(prefix)
-    if named is None and manifest is not None:
+    path = configured
+    if path is None and manifest is not None:
         file = Path(manifest.tokenizer.path)
-        named = str(file) if file.is_file() and sha256_of(file) == manifest.tokenizer.sha256 else None
-    return None if named is None else load_tokenizer(named, needs_eod=False)  # nothing is encoded
+        path = str(file) if file.is_file() and sha256_of(file) == manifest.tokenizer.sha256 else None
+    return None if path is None else load_tokenizer(path, needs_eod=False)  # text is decoded, not encoded
 
 
 def _passages(
     dataset: Any, number: int, ledger_of: Callable[[str], Any], tokenizer_of: Callable[[str], Any]
 ) -> Iterator[Report]:
-    """Yield the passages of a sample: consecutive tokens of a token file, of one document where there is a ledger."""
+    """Yield the passages of a sample: consecutive tokens of a token file, and of one document if there is a ledger.
+
+    `ledger_of` and `tokenizer_of` return those of a prefix, or None.
+    """
     item, spans = dataset[number], sample_spans(dataset, number)
     ids, learned = item["tokens"].tolist(), None
-    if isinstance(dataset, ChatDataset):  # for each token whether the position before it has a loss
+    if isinstance(dataset, ChatDataset):  # a token is learned if the position before it has a loss
         learned = [False, *(item["loss_mask"] > 0).tolist()]
-    elif sum(span.length for span in spans) > len(ids):  # it reads one more, as the last label
+    elif sum(span.length for span in spans) > len(ids):  # the sample has one more token, the last label
         ids.append(int(item["labels"][-1]))
     position = 0
     for span in spans:
@@ -160,12 +158,13 @@ def _passages(
             if learned is not None:
                 passage["learned"] = _true_runs(learned[begin:position])
                 if is_known:
-                    passage["learned_texts"] = [tokenizer.decode(passage_ids[a:b]) for a, b in passage["learned"]]
+                    runs = passage["learned"]
+                    passage["learned_texts"] = [tokenizer.decode(passage_ids[start:end]) for start, end in runs]
             yield {**passage, "text": tokenizer.decode(passage_ids) if is_known else None, "ids": passage_ids}
 
 
 def _documents(span: Span, ledger: Any) -> Iterator[tuple[int, int, LedgerRow | None]]:
-    """Yield the first token and the length of a span's part of each document."""
+    """Yield, for each document in a span, the first token and the length of the document's part, and its ledger row."""
     if ledger is None:
         yield span.first_token, span.length, None
         return
@@ -177,9 +176,9 @@ def _documents(span: Span, ledger: Any) -> Iterator[tuple[int, int, LedgerRow | 
 
 def _true_runs(mask: list[bool]) -> list[tuple[int, int]]:
     """Return the begin and the end of each run of true values."""
-    groups = itertools.groupby(range(len(mask)), key=mask.__getitem__)
-    runs = [list(group) for is_true, group in groups if is_true]
-    return [(run[0], run[-1] + 1) for run in runs]
+    pairs = itertools.pairwise([False, *mask, False])
+    changes = [index for index, (before, after) in enumerate(pairs) if before != after]
+    return list(zip(changes[::2], changes[1::2], strict=True))
 
 
 # -- as text
@@ -201,7 +200,7 @@ def step_lines(report: Report) -> Iterator[str]:
 
 
 def _passage_lines(passage: Report) -> Iterator[str]:
-    """Yield the origin of a passage and its text; tokens count from 0, and ends are excluded, as in Python's slices."""
+    """Yield the place of a passage, its text, and the learned parts. Ranges of tokens are like Python's slices."""
     first, length, document, text = (passage[name] for name in ("first_token", "length", "document", "text"))
     place = f"{passage['prefix']} [{first}:{first + length}]"
     if document is not None:
@@ -217,6 +216,7 @@ def _passage_lines(passage: Report) -> Iterator[str]:
 
 
 def _quoted(text: str) -> str:
+    """Return a text on one line and in quotes; shorten a long one in its middle."""
     if len(text) > HEAD_CHARACTERS + TAIL_CHARACTERS + len(BETWEEN):
         text = text[:HEAD_CHARACTERS] + BETWEEN + text[-TAIL_CHARACTERS:]
     return json.dumps(text, ensure_ascii=False)

@@ -1,6 +1,6 @@
 """The verb `inspect`: describe a path, verify it, or show the samples of a step.
 
-Nothing slow is imported before it is needed: data are described without torch.
+torch is imported only where it is needed: describing token files needs none.
 """
 
 import json
@@ -66,14 +66,14 @@ def inspect(options: InspectOptions) -> None:
 
 
 def inspect_path(path: str, *, verify: bool = False) -> dict[str, Any]:
-    """Describe a dataset, a run, a checkpoint or an export; with `verify`, check it first and add `verified`.
+    """Describe token files, a run, a checkpoint or an export; with `verify`, check them first and add `verified`.
 
-    The report is the object of `--json`: `path`, `kind` and facts; a run's newest checkpoint, or a folder's token
-    files, are in `parts`.
+    The report is the object that `--json` prints: `path`, `kind` and facts. In `parts` are the reports of a run's
+    newest checkpoint, or of a folder's token files.
 
     Raises:
-        InputError: it is none of these, there is nothing to verify it against, or its run has removed it meanwhile.
-        CorruptError: it cannot be read, or fails its verification.
+        InputError: the path is none of these, there is nothing to verify it against, or a run has just removed it.
+        CorruptError: a file cannot be read, or fails its verification.
     """
     from megatron_fanformer.checkpoint.remote import on_this_machine
     from megatron_fanformer.convert.recognition import KINDS, OURS, Target, checkpoint_of, recognize
@@ -96,7 +96,7 @@ def inspect_path(path: str, *, verify: bool = False) -> dict[str, Any]:
     if target.kind not in OURS:
         verified = {"verified": checkpoint.check_export(target)} if verify else {}
         return {**checkpoint.describe_export(target), **verified}
-    # Looked up once: a run that goes on has others later. One that has none yet can be described.
+    # A running run may save again meanwhile. A run without a checkpoint can be described, but not verified.
     newest = checkpoint_of(target) if verify or target.kind == "checkpoint" else target.path
     verified = {"verified": checkpoint.check_checkpoint(newest)} if verify else {}
     is_run = target.kind == "run"
@@ -108,7 +108,7 @@ def inspect_path(path: str, *, verify: bool = False) -> dict[str, Any]:
 
 
 def report_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a report as text: its facts, then its groups of facts."""
+    """Yield the lines of a report: its facts, its groups of facts, and its parts."""
     yield escaped(f"{report['path']}: {report['kind']}")
     parts = report.get("parts", ())
     facts = {name: report[name] for name in report if name not in ("path", "kind", "parts", "verified")}
@@ -133,7 +133,7 @@ def _labelled(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _brief(value: Any) -> str:
-    """Return a value on one line."""
+    """Return a value as a short text on one line."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {_brief(item)}" for key, item in value.items() if item is not None) or "none"
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Comparison of a layout's run with the single process's: whether the order of sums explains the difference."""
+"""Comparison of a layout's run with the run of a single process: does the order of sums explain the differences?"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -6,14 +6,14 @@ from statistics import median
 
 import numpy as np
 
-from megatron_fanformer.parity.recording import TOKEN_LOSS, TensorPart, part_of
+from megatron_fanformer.parity.recording import TOKEN_LOSS, TensorPart, index_of
 from megatron_fanformer.parity.trial import Trace
 
 FACTOR = 8.0
-"""A difference may be this many times what reordered runs showed. Measured in float32: layouts without a bug stay below
-twice the noise, planted bugs first show at 157 times it or more."""
+"""A difference may be this many times the largest that reordered runs showed. Measured in float32: layouts without a
+bug stay below twice the noise, planted bugs first show at 157 times the noise or more."""
 FLOAT32_EPSILON = float(np.finfo(np.float32).eps)
-SMALLEST_SCALE = 1e-6  # of the largest tensor's: below it a tensor's own size is rounding itself
+SMALLEST_SCALE = 1e-6  # times the largest norm of a tensor: a smaller tensor consists of rounding errors
 
 KINDS = ("outputs", "gradients", "weights")
 Errors = dict[str, float]
@@ -21,29 +21,29 @@ Errors = dict[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """The single process's run: whole tensors by name, in forward order, and the scales of differences."""
+    """The run of a single process: whole tensors by name, in forward order, and the scales of differences."""
 
     losses: list[float]
     tensors: dict[str, dict[str, np.ndarray]]
     """By kind, then by name."""
     scales: dict[str, Errors]
-    """The norm of each tensor; for a weight, the distance that it moved, or could at least have moved."""
+    """By kind, then by name: the norm of a tensor; for a weight, of its change, but at least of its rounding."""
     last_places: Errors
-    """For each weight, a unit in the last place of its largest element, relative to its scale."""
+    """By name of a weight: a unit in the last place of its largest element, divided by the weight's scale."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Differences:
-    """A run's differences from the baseline, relative to it."""
+    """The relative differences of a run from the baseline."""
 
     losses: list[float]
     tensors: dict[str, Errors]
-    """Norm of the difference over the scale, by kind, then by name in forward order."""
+    """By kind, then by name in forward order: the norm of the difference, divided by the scale."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A quantity that differs by more than the order of sums explains."""
+    """A loss or a tensor that differs by more than the order of sums explains."""
 
     kind: str
     name: str
@@ -51,13 +51,13 @@ class Finding:
     bound: float
 
     def __str__(self) -> str:
-        of = "" if self.kind == "loss of step" else "of "
-        return f"{self.kind} {of}{self.name} ({self.difference:.1e}, bound {self.bound:.1e})"
+        subject = f"{self.kind} {self.name}" if self.kind == "loss of step" else f"{self.kind} of {self.name}"
+        return f"{subject} ({self.difference:.1e}, bound {self.bound:.1e})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """Largest differences that the order of sums explains: `FACTOR` times those of reordered runs."""
+    """The largest differences that the order of sums explains."""
 
     losses: list[float]
     tensors: dict[str, Errors] = field(default_factory=dict)
@@ -76,17 +76,17 @@ class Bounds:
             for kind in KINDS
         )
         for finding in (*outputs, first, *gradients, *later, *weights):
-            if not finding.difference <= finding.bound:  # so that NaN is one
+            if not finding.difference <= finding.bound:  # true for NaN, too
                 yield finding
 
 
 def baseline_of(trace: Trace, epsilon: float = FLOAT32_EPSILON) -> Baseline:
-    """Return all that one process recorded as a baseline; `epsilon` is that of the type in which weights are held."""
-    tensors = {kind: _assembled(getattr(trace, kind)) for kind in KINDS}
-    initial = _assembled(trace.initial)
+    """Return the baseline of a single process's trace; `epsilon` is the machine epsilon of the weights' type."""
+    tensors = {kind: _assemble(getattr(trace, kind)) for kind in KINDS}
+    initial = _assemble(trace.initial)
     moved = {name: weight - initial[name] for name, weight in tensors["weights"].items()}
     scales = {kind: _scales(moved if kind == "weights" else tensors[kind]) for kind in KINDS}
-    for name, weight in tensors["weights"].items():  # a move below its rounding is none
+    for name, weight in tensors["weights"].items():  # a change can be no smaller than the weight's rounding
         scales["weights"][name] = max(scales["weights"][name], epsilon * _norm(weight))
     places = {
         name: epsilon * float(np.abs(weight).max()) / scales["weights"][name]
@@ -96,7 +96,7 @@ def baseline_of(trace: Trace, epsilon: float = FLOAT32_EPSILON) -> Baseline:
 
 
 def differences(baseline: Baseline, traces: list[Trace]) -> Differences:
-    """Return how far a run on these ranks is from the baseline; where ranks hold the same part, the furthest counts."""
+    """Return the differences of a run from the baseline: the largest of all ranks, which have one trace each."""
     losses = [
         max(abs(trace.losses[step] - loss) for trace in traces) / abs(loss) for step, loss in enumerate(baseline.losses)
     ]
@@ -108,15 +108,15 @@ def differences(baseline: Baseline, traces: list[Trace]) -> Differences:
 
 
 def bounds_from(noise: list[Differences], last_places: Errors) -> Bounds:
-    """Return the bounds that reordered runs give.
+    """Return bounds: `FACTOR` times the largest differences, `noise`, that reordered runs showed.
 
-    A tensor's is taken from its own noise or the median tensor's, whichever is larger: with few runs some tensor is
-    always lucky. A weight's is taken from a unit in its last place where that is more: updates that are a millionth
-    apart mostly round to the same weight, and so seldom to the next one that few runs do not show it in every tensor.
-    A loss's is the largest so far, or that of the token losses that it is the mean of, which cannot be lucky.
+    With few runs, some tensor shows hardly any noise by chance. Therefore the noise of a tensor counts as at least that
+    of the median tensor. The noise of a weight counts as at least a unit in its last place: two updates that differ by
+    a millionth mostly round to the same weight, so that few runs do not show this noise in every tensor. The noise of a
+    step's loss counts as at least that of earlier losses, and of the single tokens' losses, whose mean is the loss.
     """
     steps = range(len(noise[0].losses))
-    so_far = [max(run.losses[earlier] for run in noise for earlier in range(step + 1)) for step in steps]
+    so_far = [max(max(run.losses[: step + 1]) for run in noise) for step in steps]
     tensors = {}
     for kind in KINDS:
         worst = {name: max(run.tensors[kind][name] for run in noise) for name in noise[0].tensors[kind]}
@@ -127,13 +127,14 @@ def bounds_from(noise: list[Differences], last_places: Errors) -> Bounds:
     return Bounds(losses=[FACTOR * max(value, of_tokens, FLOAT32_EPSILON) for value in so_far], tensors=tensors)
 
 
-def _assembled(parts: list[TensorPart]) -> dict[str, np.ndarray]:
+def _assemble(parts: list[TensorPart]) -> dict[str, np.ndarray]:
+    """Return whole tensors, by name, joined from their parts."""
     whole: dict[str, np.ndarray] = {}
     for part in parts:
         tensor = whole.setdefault(part.name, np.full(part.shape, np.nan, dtype=np.float32))
-        tensor[part_of(tensor, part.where)] = part.values
+        tensor[index_of(part)] = part.values
     incomplete = [name for name, tensor in whole.items() if np.isnan(tensor).any()]
-    assert not incomplete, f"the single process's {', '.join(incomplete)} are incomplete or not finite"
+    assert not incomplete, f"tensors of the single process are incomplete or not finite: {', '.join(incomplete)}"
     return whole
 
 
@@ -144,19 +145,19 @@ def _scales(tensors: Mapping[str, np.ndarray]) -> Errors:
 
 
 def _errors(whole: dict[str, np.ndarray], scales: Errors, ranks: list[list[TensorPart]]) -> Errors:
-    """Return the norm of the difference over the scale; infinite where a part is missing or not finite."""
-    unseen = -1.0
-    furthest = {name: np.full(tensor.shape, unseen, dtype=np.float32) for name, tensor in whole.items()}
+    """Return, by name, the norm of the difference divided by the scale; infinite if a part is missing or not finite."""
+    missing = -1.0
+    errors = {name: np.full(tensor.shape, missing, dtype=np.float32) for name, tensor in whole.items()}
     for part in (part for parts in ranks for part in parts):
         if part.name not in whole or part.shape != whole[part.name].shape:
-            furthest[part.name] = np.full(part.shape, np.inf, dtype=np.float32)
+            errors[part.name] = np.full(part.shape, np.inf, dtype=np.float32)
             continue
-        where = part_of(whole[part.name], part.where)
-        apart = np.nan_to_num(np.abs(part.values - whole[part.name][where]), nan=np.inf)
-        furthest[part.name][where] = np.maximum(furthest[part.name][where], apart)
+        index = index_of(part)
+        error = np.nan_to_num(np.abs(part.values - whole[part.name][index]), nan=np.inf)
+        errors[part.name][index] = np.maximum(errors[part.name][index], error)
     return {
-        name: float("inf") if (apart == unseen).any() else _norm(apart) / scales.get(name, 1.0)
-        for name, apart in furthest.items()
+        name: float("inf") if (error == missing).any() else _norm(error) / scales.get(name, 1.0)
+        for name, error in errors.items()
     }
 
 

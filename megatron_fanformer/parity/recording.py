@@ -1,10 +1,10 @@
-"""A rank's weights, gradients and outputs as parts of whole tensors, with their places in them.
+"""Recording of a rank's weights, gradients and outputs as parts of whole tensors.
 
-Weights and gradients are placed by global name and slice, a module's output by sample and position. So the parts of
-all ranks of any layout can be laid over a single process's whole tensors.
+A part of a weight or a gradient is located by slices, a part of a module's output by samples and positions. So the
+parts of all ranks, in any layout, can be compared with the whole tensors of a single process.
 
-Shapes: s sequence, b micro batch, w a module's width; outputs are [s, b, w], or [b, s] for the loss of each token.
-Where attention stays within documents, they are [b * s, 1, w] and [1, b * s]: one row of the samples.
+Shapes: s sequence, b micro batch, w width of a module; outputs are [s, b, w], or [b, s] for the loss of each token. If
+attention stays within documents, they are [b * s, 1, w] and [1, b * s]: the samples follow each other in one row.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from megatron_fanformer.runtime.seeding import local_shards
 
 TOKEN_LOSS = "token loss"
 OUTPUT_MAKERS = (FANProjection, ActivatedColumnParallelLinear)
-"""Modules whose forward returns a FAN map's outputs: the map itself, or the layer that computes them from its p | g."""
+"""Modules that return the outputs of a FAN map: the map itself, or the layer that computes them from its [p | g]."""
 
 
 class TensorPart(NamedTuple):
@@ -36,24 +36,25 @@ class TensorPart(NamedTuple):
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     where: tuple[Any, ...]
-    """Location of the part: slices of every axis, or lists of samples and positions (the first two axes)."""
+    """Location of the part: slices of all axes, or lists of samples and positions (the first two axes)."""
     values: np.ndarray
 
 
-def part_of(whole: np.ndarray, where: tuple[Any, ...]) -> Any:
-    """Return the index of that part in a whole tensor."""
-    return where if isinstance(where[0], slice) else np.ix_(*where)
+def index_of(part: TensorPart) -> Any:
+    """Return the index of a part in the whole tensor, for NumPy."""
+    return part.where if isinstance(part.where[0], slice) else np.ix_(*part.where)
 
 
 def weight_parts(
     stages: list[Any], grid: RankGrid, order: Reordering, *, of_gradients: bool = False
 ) -> list[TensorPart]:
-    """Return this rank's parts of all weights; a reordered run's one rank has whole tensors, which are put into the
-    original order.
+    """Return this rank's parts of all weights, or of the gradients in the buffers.
+
+    A reordered run has one rank: its parts are whole tensors, which are put into the original order.
     """
     states = [sharded_state(chunk, grid) for chunk in stages]
     if of_gradients:
-        # A layer of the Engine has a state besides its weights, whose data are bytes.
+        # The state of a Transformer Engine layer has bytes besides its weights.
         states = [
             {name: _gradient_of(value) for name, value in state.items() if isinstance(value.data, torch.nn.Parameter)}
             for state in states
@@ -74,34 +75,31 @@ def weight_parts(
     ]
 
 
-def gradient_parts(stages: list[Any], grid: RankGrid, order: Reordering) -> list[TensorPart]:
-    """Return this rank's parts of all gradients, as the buffers hold them."""
-    return weight_parts(stages, grid, order, of_gradients=True)
-
-
 def _gradient_of(sharded: Any) -> Any:
+    """Return the gradient of a sharded weight, sharded in the same way."""
     gradient = sharded.data.main_grad
     kind = {"dtype": gradient.dtype} if isinstance(sharded, ShardedTensor) else {}
     return dataclasses.replace(sharded, data=gradient, **kind)
 
 
 def restored_output(part: TensorPart, order: Reordering) -> TensorPart:
-    """Return an output of a reordered run under the samples and coordinates of the original order."""
+    """Return an output of a reordered run with the samples and coordinates in the original order."""
     if not order.number:
         return part
     samples, positions = part.where
-    along = {"fan": order.x_f, "v_fan": None, "token loss": None}.get(part.name.rpartition(".")[2], order.hidden)
-    values = part.values if along is None else part.values[..., along.argsort().numpy()]
+    module = part.name.rpartition(".")[2]
+    coordinates = {"fan": order.x_f, "v_fan": None, TOKEN_LOSS: None}.get(module, order.hidden)
+    values = part.values if coordinates is None else part.values[..., coordinates.argsort().numpy()]
     return part._replace(where=([order.sample(sample) for sample in samples], positions), values=values)
 
 
 def as_array(tensor: Tensor) -> np.ndarray:
-    """Return a copy in float32, made by torch: a storage that NumPy has shared cannot be freed by recomputation."""
+    """Return a copy in float32. torch copies, since recomputation cannot free a storage that NumPy shares."""
     return tensor.detach().to("cpu", torch.float32, copy=True, memory_format=torch.contiguous_format).numpy()
 
 
 def gather_gradients(wrapped: list[Any]) -> None:
-    """Complete the gradient buffers: under the distributed optimizer each replica has only its own shard summed."""
+    """Complete the gradient buffers: with the distributed optimizer, a replica has the sum only of one shard."""
     for stage in wrapped:
         if not stage.ddp_config.use_distributed_optimizer:
             continue
@@ -113,7 +111,7 @@ def gather_gradients(wrapped: list[Any]) -> None:
 
 
 class OutputRecorder:
-    """Between its start and its end, records every output of one step; passes of recomputation are excluded."""
+    """A context manager that records the outputs of one step's forward passes, but not of recomputation."""
 
     def __init__(self, stages: list[Any], grid: RankGrid, global_batch_size: int, micro_batch_size: int) -> None:
         self.parts: list[TensorPart] = []
@@ -131,11 +129,11 @@ class OutputRecorder:
             hook.remove()
 
     def _watch(self, number: int, chunk: Any) -> list[Any]:
-        """Watch the modules whose outputs are whole in width on every rank, under their global names."""
+        """Add hooks to the modules of a chunk whose outputs have their whole width on every rank; return the hooks."""
         modules = [("embedding", chunk.embedding)] if chunk.pre_process else []
         for layer in chunk.decoder.layers:
-            name = f"layers.{layer.layer_number - 1}"  # global, whatever the stage
-            makers = [m for m in layer.self_attention.modules() if isinstance(m, OUTPUT_MAKERS)]  # one of them runs
+            name = f"layers.{layer.layer_number - 1}"  # megatron-core counts layers through all stages, from 1
+            makers = [m for m in layer.self_attention.modules() if isinstance(m, OUTPUT_MAKERS)]  # only one is called
             modules += [(f"{name}.fan", maker) for maker in makers]
             modules += [(f"{name}.self_attention", layer.self_attention), (f"{name}.mlp", layer.mlp), (name, layer)]
         if chunk.decoder.final_layernorm is not None:
@@ -151,23 +149,23 @@ class OutputRecorder:
         self._forward_of[number] = self._forward_of.get(number, -1) + 1
 
     def _end(self, number: int, chunk: Any, _inputs: Any, output: Tensor) -> None:
-        self._inside = False  # forward passes from here on are recomputation in backward
+        self._inside = False  # what follows before the next `_begin` is recomputation in a backward pass
         if chunk.post_process:
             self._keep(TOKEN_LOSS, self._forward_of[number], output.t().unsqueeze(-1))
 
     def _record(self, number: int, name: str, module: Any, _inputs: Any, output: Any) -> None:
         if not self._inside:
             return
+        outputs = {name: output[0] if isinstance(output, tuple) else output}
         if name.endswith(".fan"):
-            if isinstance(module, ActivatedColumnParallelLinear):
-                _, output = output
-            names = name, name.replace(".fan", ".v_fan")
-        else:
-            names, output = (name, name), [output[0] if isinstance(output, tuple) else output]
-        for part, tensor in zip(names, output, strict=False):
-            self._keep(part, self._forward_of[number], tensor)
+            features = output[1] if isinstance(module, ActivatedColumnParallelLinear) else output
+            names = (name, name.replace(".fan", ".v_fan"))
+            outputs = dict(zip(names, features, strict=False))  # some placements have no map of values
+        for part_name, tensor in outputs.items():
+            self._keep(part_name, self._forward_of[number], tensor)
 
     def _keep(self, name: str, micro_batch: int, output_sbw: Tensor) -> None:
+        """Keep a copy of an output, as parts that are located by sample and position."""
         size = self._micro_batch_size
         first = (micro_batch * self._grid.data_parallel_size + self._grid.data_parallel_rank) * size
         samples = list(range(first, first + size))
@@ -178,7 +176,7 @@ class OutputRecorder:
             where = (samples, self._positions(self._seq_length, length))
             self.parts.append(TensorPart(name, whole, where, values))
             return
-        # one row of all samples, or this rank's part of it
+        # All samples are one row, of which this rank may have a part.
         places, positions = divmod(self._positions(size * self._seq_length, length), self._seq_length)
         for place in np.unique(places):
             at_place = places == place
@@ -186,8 +184,8 @@ class OutputRecorder:
             self.parts.append(TensorPart(name, whole, where, values[:, at_place]))
 
     def _positions(self, whole: int, length: int) -> np.ndarray:
-        """Return which positions of a whole sequence an output of `length` has, by its length alone."""
+        """Return the positions, in a sequence of length `whole`, of an output of `length` on this rank."""
         positions = local_positions(torch.arange(whole).unsqueeze(0), self._grid).squeeze(0)
-        if length != len(positions):  # this tensor parallel rank's part of them
+        if length != len(positions):  # then tensor parallel ranks divide them: sequence parallelism
             positions = positions.chunk(len(positions) // length)[self._grid.groups.tp.rank()]
         return positions.numpy()

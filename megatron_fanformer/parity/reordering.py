@@ -1,10 +1,9 @@
 """The same model with its numbers in another order, which shows the differences that rounding alone makes.
 
-A Transformer is not changed by relabelling: the coordinates of the residual stream, the units of the MLP, the rows of
-a FAN map within `p` and within `g`, the query groups, the vocabulary, and the samples of a batch can each be
-permuted, together with all the weights that refer to them. Every value is the same as before; only the order in which
-sums are taken differs. So two such runs differ by what the order of sums explains, and by nothing else: that is the
-noise that a parallel layout, which reorders sums too, is allowed.
+Permuting its parts does not change a Transformer: the coordinates of the residual stream, the units of the MLP, the
+rows of a FAN map within `p` and within `g`, the query groups, the vocabulary, and the samples of a batch can each be
+permuted, if all weights that refer to them are permuted, too. All numbers stay the same, and only the order of sums
+changes. So such runs differ only by rounding, as layouts may, which change the order of sums, too.
 """
 
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.runtime.seeding import generator_for
 
 Permutations = list[Tensor | None]
-"""One per axis of a tensor; None leaves it as it is."""
+"""One for each axis of a tensor; None: the axis keeps its order."""
 
 
 @dataclass(frozen=True)
@@ -28,23 +27,23 @@ class Reordering:
     number: int
 
     def tensor(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a whole weight, by its global name, in this order."""
+        """Return a whole weight, given in the original order, in this order; `name` is its name in the whole model."""
         for axis, order in enumerate(self._axes(name)):
             tensor = tensor if order is None else tensor.index_select(axis, order)
         return tensor
 
     def restored(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a whole weight or its gradient, of this order, in the original order."""
+        """Return a whole weight or gradient, given in this order, in the original order."""
         for axis, order in enumerate(self._axes(name)):
             tensor = tensor if order is None else tensor.index_select(axis, order.argsort())
         return tensor
 
     def tokens(self, tokens: Tensor) -> Tensor:
-        """Return token ids as this order's vocabulary has them."""
+        """Return the ids that tokens of the original vocabulary have in this order."""
         return self.vocabulary.argsort()[tokens]
 
     def sample(self, position: int) -> int:
-        """Return which sample is at a position of the stream: permuted within each global batch."""
+        """Return the number of the sample at a position of the stream; samples move within their global batch."""
         batch, place = divmod(position, self.global_batch_size)
         return batch * self.global_batch_size + int(self.order("samples", self.global_batch_size)[place])
 
@@ -55,22 +54,22 @@ class Reordering:
 
     @property
     def hidden(self) -> Tensor:
-        """The order of the residual stream's coordinates: of a FAN layer's features, where one writes them."""
+        """The order of the residual stream's coordinates; in placement `ffn` they are features of FAN layers."""
         size = self.model.hidden_size
         return self.features("stream", size) if self.model.placement.has_fan_mlp else self.order("hidden", size)
 
     @property
     def x_f(self) -> Tensor:
-        """The order of X_F's coordinates."""
+        """The order of the coordinates of X_F, the FAN map's output before attention."""
         return self.features("x_f", self.model.hidden_size)
 
     def features(self, name: str, width: int) -> Tensor:
-        """Return the order of a FAN layer's output of that width: cos and sin move together."""
+        """Return the order of a FAN layer's features [cos | sin | linear]; the cos and sin of a row move together."""
         periodic, linear = self._units(name, width)
         return torch.cat([periodic, len(periodic) + periodic, 2 * len(periodic) + linear])
 
     def fan_rows(self, name: str, width: int) -> Tensor:
-        """Return the order of the rows [p | g] that make such an output."""
+        """Return the order of a FAN layer's rows [p | g], whose features have the order `features(name, width)`."""
         periodic, linear = self._units(name, width)
         return torch.cat([periodic, len(periodic) + linear])
 
@@ -79,6 +78,7 @@ class Reordering:
         return self.order(f"{name}, p", periodic), self.order(f"{name}, g", width - 2 * periodic)
 
     def _axes(self, name: str) -> Permutations:
+        """Return the order of each axis of a weight."""
         hidden, placement = self.hidden, self.model.placement
         qkv_rows, channels = self.model.qkv_rows, self.model.num_attention_heads * self.model.kv_channels
         width = self.model.ffn_hidden_size
@@ -87,14 +87,14 @@ class Reordering:
         rules: dict[str, Permutations] = {
             "word_embeddings.weight": [self.vocabulary, hidden],
             "output_layer.weight": [self.vocabulary, hidden],
-            # The channels of a head stay: rotary positions turn each by an angle of its own.
+            # Channels within a head keep their order: rotary positions rotate each channel by another angle.
             "q_layernorm.weight": [None],
             "k_layernorm.weight": [None],
-            "linear_qkv.weight": [self._of_groups(qkv_rows), self.x_f if placement.is_in_attention else hidden],
-            "linear_proj.weight": [hidden, self._of_groups(channels)],
+            "linear_qkv.weight": [self._group_rows(qkv_rows), self.x_f if placement.is_in_attention else hidden],
+            "linear_proj.weight": [hidden, self._group_rows(channels)],
             "fan.linear.weight": [fan_rows, hidden],
             "fan.linear.bias": [fan_rows],
-            # Rows of values are channels of heads.
+            # The rows of the map of values are channels of heads.
             "fan.v_linear.weight": [None, hidden],
             "fan.v_linear.bias": [None],
             "linear_qk.weight": [None, self.x_f],
@@ -105,17 +105,17 @@ class Reordering:
             inner, outer = self.fan_rows("ffn", width), self.fan_rows("stream", self.model.hidden_size)
             rules["linear_fc1.weight"], rules["linear_fc1.bias"] = [inner, hidden], [inner]
             rules["linear_fc2.weight"], rules["linear_fc2.bias"] = [outer, self.features("ffn", width)], [outer]
-        return next((axes for part, axes in rules.items() if part in name), [hidden])  # else a norm
+        return next((axes for part, axes in rules.items() if part in name), [hidden])  # other weights are norms
 
-    def _of_groups(self, rows: int) -> Tensor | None:
-        """Return the order of `rows` rows, of which each query group has an equal number."""
+    def _group_rows(self, rows: int) -> Tensor | None:
+        """Return the order of `rows` rows, which query groups divide equally; None if groups cannot be permuted."""
         if self.model.placement.has_own_values:
-            return None  # a value's channel is a cosine, a sine or linear, and its head cannot move
+            return None  # channels of values are cosines, sines or linear, which differs between heads
         order = self.order("groups", self.model.query_groups)
         return torch.arange(rows).view(len(order), -1)[order].flatten()
 
     def order(self, name: str, size: int) -> Tensor:
-        """Return an order of so many units of that name."""
+        """Return the order of `size` things; `name` decides it together with the number of this reordering."""
         if self.number == 0:
             return torch.arange(size)
         return torch.randperm(size, generator=generator_for(self.number, name))

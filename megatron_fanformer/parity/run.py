@@ -1,4 +1,4 @@
-"""`megatron-fanformer parity`: trains a configuration's small form in one process and in each layout, and compares."""
+"""The verb `parity`: train a configuration's small form in one process and in each layout, and compare the runs."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -47,11 +47,11 @@ class LayoutResult:
     name: str
     ranks: int
     differences: Differences | None = None
-    """Differences from the baseline; None where the layout did not run to its end."""
+    """Differences from the baseline; None if the layout's ranks failed."""
     findings: tuple[Finding, ...] = ()
-    """Findings in forward order; empty where the layout computes the same model."""
+    """Findings in forward order; empty if the layout computes the same model."""
     failure: str | None = None
-    """Why it did not run to its end."""
+    """The error of the layout's ranks, if they failed."""
 
     @property
     def is_same(self) -> bool:
@@ -60,7 +60,7 @@ class LayoutResult:
 
     @property
     def verdict(self) -> str:
-        """Return one line: the same, or where it begins to differ."""
+        """Return one line: "same", the first finding, or the failure."""
         if self.failure is not None:
             return f"failed: {self.failure.strip().splitlines()[-1]}"
         return "same" if self.is_same else f"differs first in the {self.findings[0]}"
@@ -68,13 +68,13 @@ class LayoutResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """A single process's run of the small form, and the differences that rounding alone causes."""
+    """The run of the small form in a single process, and the differences that rounding alone causes."""
 
     small: SmallRun
     trial: TrialConfig
     baseline: Baseline
     noise: list[Differences]
-    """Differences of the single-process runs by rounding alone: reordered ones, and below fp32 one in fp32."""
+    """Differences of further runs in a single process: reordered runs and, unless the run is in fp32, one in fp32."""
     bounds: Bounds
 
 
@@ -86,7 +86,7 @@ class ParityResult:
     layouts: list[LayoutResult]
 
     def check(self) -> None:
-        """Raise DivergenceError, a line for each layout that does not compute the same model."""
+        """Raise DivergenceError, with a line for each layout that does not compute the same model, if there is one."""
         different = [f"layout {layout.name}: {layout.verdict}" for layout in self.layouts if not layout.is_same]
         if different:
             raise DivergenceError("\n".join(different))
@@ -110,6 +110,7 @@ def parity(config: ParityConfig, run: RunConfig, named: dict[str, Layout]) -> No
 
 
 def _started_pool(config: ParityConfig, run: RunConfig, named: dict[str, Layout]) -> RankPool:
+    """Start the pool of ranks; raise InputError if this machine lacks the ranks or the kernels of a layout."""
     device = devices.resolve_device(run.runtime.device)
     backend = run.runtime.backend(device)
     problems = [
@@ -142,7 +143,7 @@ def _started_pool(config: ParityConfig, run: RunConfig, named: dict[str, Layout]
 
 
 def calibrate(config: ParityConfig, run: RunConfig, layouts: list[Layout], pool: RankPool) -> Calibration:
-    """Train the small form that suits all these layouts in one process: as it is, and so that it shows rounding."""
+    """Train the small form that suits all these layouts in one process, then again in other orders to see rounding."""
     single = single_process(config.transformer_impl).parallel
     small = shrink(run.model, run.training.micro_batch_size, [layout.parallel for layout in layouts])
     trial = trial_of(config, run, small, pool.device)
@@ -151,8 +152,8 @@ def calibrate(config: ParityConfig, run: RunConfig, layouts: list[Layout], pool:
         differences(baseline, pool.run(1, run_trial, trial, single, number)) for number in range(1, REORDERED_RUNS + 1)
     ]
     if config.dtype != "fp32":
-        # Ranks round their partial sums to that type before they are added, which no reordering of one process does:
-        # a run without that rounding shows its size.
+        # Ranks round partial sums to bf16 before they add them, which no reordering of a single process does. A run in
+        # fp32 shows how much such rounding changes.
         exact = dataclasses.replace(trial, dtype="fp32")
         noise.append(differences(baseline, pool.run(1, run_trial, exact, single)))
     bounds = bounds_from(noise, baseline.last_places)
@@ -160,7 +161,7 @@ def calibrate(config: ParityConfig, run: RunConfig, layouts: list[Layout], pool:
 
 
 def trial_of(config: ParityConfig, run: RunConfig, small: SmallRun, device: devices.DeviceKind) -> TrialConfig:
-    """Return what one process trains, and every layout with its own kernels."""
+    """Return the settings of the trial in a single process; a layout's trial differs in its kernels."""
     return TrialConfig(
         model=small.model,
         optimizer=run.optimizer,
@@ -185,10 +186,10 @@ def compare_layouts(
     *,
     trial_function: Callable[..., Trace] = run_trial,
 ) -> ParityResult:
-    """Run layouts that the calibration's small form suits, and compare them with it.
+    """Run the small form in each layout, and compare the runs with the calibration.
 
     Args:
-        trial_function: what each rank runs; a test plants faults in it.
+        trial_function: the function that each rank calls; a test plants faults in it.
     """
     results = []
     for name, layout in named.items():
@@ -213,7 +214,7 @@ def compare_layouts(
 
 
 def report_lines(result: ParityResult) -> Iterator[str]:
-    """Yield the table: one row per layout, and what reordered sums alone showed."""
+    """Yield a table with a row for each layout, after a row for the reordered runs of a single process."""
     calibration = result.calibration
     small, trial = calibration.small, calibration.trial
     yield (
@@ -238,12 +239,13 @@ def report_lines(result: ParityResult) -> Iterator[str]:
 
 
 def _largest(differences: Differences) -> list[float]:
+    """Return the largest difference of each of `COLUMNS`."""
     kinds = {kind: max(differences.tensors[kind].values()) for kind in KINDS}
     return [differences.losses[0], kinds["outputs"], kinds["gradients"], max(differences.losses), kinds["weights"]]
 
 
 def _closest(differences: Differences, bounds: Bounds) -> str:
-    """Return the tensor that comes closest to its bound, or goes furthest beyond it."""
+    """Return the tensor whose difference is the largest share of its bound, and this share, as text."""
     share, kind, name = max(
         (difference / bounds.tensors[kind][name], kind, name)
         for kind in KINDS
@@ -254,7 +256,7 @@ def _closest(differences: Differences, bounds: Bounds) -> str:
 
 
 def as_json(result: ParityResult, config_file: str) -> bytes:
-    """Return the whole result as a file of JSON, which has no number that is not finite: it is null."""
+    """Return the result as JSON. Numbers that are not finite become null, since JSON has none."""
     calibration = result.calibration
     values = {
         "megatron_fanformer": __version__,

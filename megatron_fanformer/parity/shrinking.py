@@ -1,7 +1,7 @@
-"""A run made small enough to be trained many times over on any machine, keeping what matters to layouts.
+"""Reduction of a run to a small one, which can be trained many times on any machine and tests the same layouts.
 
-Kept are the ratios (query heads per group, FFN to hidden size, p_ratio), which layouts divide what, the padding of the
-vocabulary, tied or untied embeddings, the optimizer, and everything else that is not a size.
+The small run keeps the ratios of sizes (query heads to groups, FFN to hidden size, p_ratio), the divisibility of sizes
+by the degrees of layouts, the padding of the vocabulary, and everything that is not a size, such as the optimizer.
 """
 
 import dataclasses
@@ -17,9 +17,9 @@ HEAD_SIZE = 16
 MIN_LAYERS = 4
 MIN_SEQUENCE = 32
 VOCABULARY_UNIT = 16
-UNPADDED = 3  # ids short of a multiple, so that the vocabulary is padded
+UNPADDED = 3  # the vocabulary is by so many ids smaller than a multiple, so that it is padded
 MICRO_BATCH = 2
-BUCKETS = 4  # so that overlapped communication has several buckets, as a large model's has
+BUCKETS = 4  # of gradients: overlapped communication of a large model has several, too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,14 +34,14 @@ class SmallRun:
 
 
 def shrink(model: FANformerConfig, micro_batch_size: int, layouts: list[ParallelConfig]) -> SmallRun:
-    """Return the small form of a run, on which each of the layouts is legal if it is on the run itself."""
+    """Return the small form of a run. Each of the layouts that is legal for the run is legal for the small form."""
     unit = math.lcm(*(layout.tensor_model_parallel_size for layout in layouts))
     groups = _groups(model.query_groups, layouts)
     heads = groups * model.num_attention_heads // model.query_groups
     hidden = heads * min(HEAD_SIZE, model.kv_channels)
     ffn_unit = 4 * unit
     multiple = math.lcm(VOCABULARY_UNIT, unit)
-    # a layout cuts the sequence in 2 parts for each context parallel rank, and each rank's among the tensor parallel
+    # A context parallel rank takes 2 parts of the sequence; with sequence parallelism, tensor parallel ranks divide it.
     sequence_unit = math.lcm(
         *(layout.context_parallel_size * math.lcm(2, layout.tensor_model_parallel_size) for layout in layouts)
     )
@@ -58,17 +58,17 @@ def shrink(model: FANformerConfig, micro_batch_size: int, layouts: list[Parallel
     )
     small = _with_rows_that_divide(model, small, unit)
     micro = min(micro_batch_size, MICRO_BATCH)
-    # virtual stages take micro batches in rounds of as many as there are stages
-    rounds = [layout.pipeline_model_parallel_size if layout.virtual_stages > 1 else 1 for layout in layouts]
+    # With virtual stages, the number of micro batches must be a multiple of the number of stages.
+    multiples = [layout.pipeline_model_parallel_size if layout.virtual_stages > 1 else 1 for layout in layouts]
     replicas = [layout.data_parallel_size or 1 for layout in layouts]
-    batch = micro * math.lcm(*(2 * number * of_round for number, of_round in zip(replicas, rounds, strict=True)))
+    batch = micro * math.lcm(*(2 * number * multiple for number, multiple in zip(replicas, multiples, strict=True)))
     before, after = (flatten(dataclasses.asdict(config)) for config in (model, small))
     changes = tuple(f"{name} {before[name]} -> {after[name]}" for name in before if before[name] != after[name])
     return SmallRun(model=small, global_batch_size=batch, micro_batch_size=micro, changes=changes)
 
 
 def _groups(groups: int, layouts: list[ParallelConfig]) -> int:
-    """Return the key and value heads: as few as the ranks that share them still divide, or are divided by."""
+    """Return a small number of query groups that has the same common divisor with each layout's ranks as `groups`."""
     fewest = 1
     for layout in layouts:
         ranks = layout.tensor_model_parallel_size * (layout.context_parallel_size if layout.exchanges_heads else 1)
@@ -85,16 +85,14 @@ def _layers(num_layers: int, layouts: list[ParallelConfig]) -> int:
     )
     for layout in layouts:
         if any(getattr(layout, name) is not None for name in names):
-            return num_layers  # they name layers of the whole model
+            return num_layers  # these fields count layers of the whole model
         recomputed = layout.recompute_num_layers if layout.recompute_method == "uniform" else None
         unit = math.lcm(unit, layout.pipeline_model_parallel_size * layout.virtual_stages * (recomputed or 1))
     return min(num_layers, -(-MIN_LAYERS // unit) * unit)
 
 
 def _with_rows_that_divide(model: FANformerConfig, small: FANformerConfig, unit: int) -> FANformerConfig:
-    """Return p_ratios for which the small FAN maps' rows divide as the large ones' do, and are not 0 where those are
-    not.
-    """
+    """Return the small model with p_ratios by which `unit` divides its FAN maps' rows; some rows stay periodic."""
     replaced: dict[str, Any] = {}
     names = ("p_ratio", "v_p_ratio")
     sizes = zip(names, small.placement.maps(small), model.placement.maps(model), strict=False)

@@ -1,4 +1,4 @@
-"""One rank's trial of a layout: it trains some steps from the common weights, and records them."""
+"""A trial of a layout, on one rank: train some steps from initial weights that all layouts share, and record them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,6 @@ from megatron_fanformer.parity.recording import (
     OutputRecorder,
     TensorPart,
     gather_gradients,
-    gradient_parts,
     restored_output,
     weight_parts,
 )
@@ -29,14 +28,14 @@ from megatron_fanformer.train.step import attempt_step, train_step, update_weigh
 
 SEED = 1234
 DOCUMENT_TOKENS = 8
-"""The mean length of a document, where attention stays within them: several in each sample of any length."""
+"""Mean length of a document if attention stays within documents; a sample of any length then has several."""
 SHAKE = 0.1
-"""Norms and biases start away from 1 and 0, by a normal of this std: else a dropped one would not show."""
+"""Standard deviation of the noise on initial norms and biases: a norm that is 1 could be left out unnoticed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialConfig:
-    """The training of every layout."""
+    """The settings with which every layout is trained."""
 
     model: FANformerConfig
     optimizer: OptimizerConfig
@@ -55,7 +54,7 @@ class TrialConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """Everything that one rank recorded."""
+    """The record of one rank's trial."""
 
     losses: list[float]
     outputs: list[TensorPart]
@@ -69,11 +68,11 @@ class Trace:
 
 
 class Preparation(NamedTuple):
-    """Everything that a rank trains with."""
+    """The objects with which a rank trains."""
 
     grid: RankGrid
     stages: list[Any]
-    wrapped: list[Any]  # the same chunks in megatron-core's data parallelism
+    wrapped: list[Any]  # the chunks of `stages`, wrapped for data parallelism
     optimizer: Any
     batches: Any
     num_micro_batches: int
@@ -81,8 +80,8 @@ class Preparation(NamedTuple):
 
 
 @contextmanager
-def prepared(trial: TrialConfig, layout: ParallelConfig, order: Reordering) -> Iterator[Preparation]:
-    """Yield a rank of a layout, ready for its first step."""
+def prepare_rank(trial: TrialConfig, layout: ParallelConfig, order: Reordering) -> Iterator[Preparation]:
+    """Yield the objects with which this rank trains in a layout, before the first step."""
     with cpu_kernels_of(trial.runtime, trial.device), rank_grid(layout, trial.device, trial.runtime) as grid:
         seed_everything(SEED)
         dtype = torch_dtype(trial.dtype)
@@ -102,17 +101,17 @@ def prepared(trial: TrialConfig, layout: ParallelConfig, order: Reordering) -> I
 
 
 def run_trial(trial: TrialConfig, layout: ParallelConfig, number: int = 0) -> Trace:
-    """Train in a layout, on every rank of it; `number` chooses the order of everything (see `Reordering`)."""
+    """Train in a layout and return this rank's trace; every rank calls it. `number` is that of the `Reordering`."""
     order = Reordering(trial.model, trial.global_batch_size, number)
-    with prepared(trial, layout, order) as (grid, stages, wrapped, optimizer, batches, number, initial):
+    with prepare_rank(trial, layout, order) as (grid, stages, wrapped, optimizer, batches, num_micro_batches, initial):
         with OutputRecorder(stages, grid, trial.global_batch_size, trial.micro_batch_size) as recorder:
-            first = attempt_step(wrapped, optimizer, batches, grid, number)
+            first = attempt_step(wrapped, optimizer, batches, grid, num_micro_batches)
         losses = [first.loss]
         gather_gradients(wrapped)
-        gradients = gradient_parts(stages, grid, order)
+        gradients = weight_parts(stages, grid, order, of_gradients=True)
         update_weights(optimizer, first.grad_norm)
         for _ in range(trial.steps - 1):
-            losses.append(train_step(wrapped, optimizer, batches, grid, number).loss)
+            losses.append(train_step(wrapped, optimizer, batches, grid, num_micro_batches).loss)
         with weights_in_step(wrapped):
             weights = weight_parts(stages, grid, order)
     outputs = [restored_output(part, order) for part in recorder.parts]
@@ -122,6 +121,7 @@ def run_trial(trial: TrialConfig, layout: ParallelConfig, number: int = 0) -> Tr
 def _initial(
     model: FANformerConfig, order: Reordering, name: str, shape: tuple[int, ...], generator: torch.Generator
 ) -> Tensor:
+    """Return the initial value of a whole weight, in the order of a reordering."""
     weight = draw_weight(model, name, shape, generator)
     if weight.ndim == 1:
         weight = weight + SHAKE * torch.randn(shape, generator=generator)
@@ -132,7 +132,7 @@ def _initial(
 
 
 def _batches(trial: TrialConfig, order: Reordering, grid: RankGrid) -> Iterator[dict[str, Tensor]]:
-    """Return the micro batches of this rank's replica, shared among its ranks as a run's are."""
+    """Return the micro batches of this rank's replica, which the replica's ranks share as in a training run."""
     return shared_batches(
         lambda: micro_batches(
             Samples(trial, order),
@@ -150,7 +150,7 @@ def _batches(trial: TrialConfig, order: Reordering, grid: RankGrid) -> Iterator[
 
 
 class Samples:
-    """Arithmetic progressions modulo the vocabulary, with some noise: learnable, and with no files to read."""
+    """A dataset of arithmetic progressions modulo the vocabulary, with some noise: learnable, and without files."""
 
     def __init__(self, trial: TrialConfig, order: Reordering) -> None:
         self._trial, self._order = trial, order

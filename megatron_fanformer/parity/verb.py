@@ -41,6 +41,7 @@ class ParityConfig:
 
 
 def _before(config: ParityConfig) -> "tuple[ParityConfig, RunConfig, dict[str, Layout]]":
+    """Check the input before torch is imported; return the arguments of `parity`."""
     device.prepare_libraries()
     if problems := file_problems(report=config.report):
         raise InputError("\n".join(problems))
@@ -52,10 +53,10 @@ def _before(config: ParityConfig) -> "tuple[ParityConfig, RunConfig, dict[str, L
 
 
 def read_layouts(config: ParityConfig) -> "tuple[RunConfig, dict[str, Layout]]":
-    """Return the configuration, and the layouts by their names, each checked on the configuration at its full size.
+    """Read the configuration, and check the layouts, by name, against it at its full size.
 
     Raises:
-        InputError: the configuration or a layout is wrong; every problem, one line each.
+        InputError: the configuration or a layout is wrong; the message has one line for each problem.
     """
     from megatron_fanformer.model.layouts import configured_layout, parse_layout
     from megatron_fanformer.train.config import load_config
@@ -64,7 +65,7 @@ def read_layouts(config: ParityConfig) -> "tuple[RunConfig, dict[str, Layout]]":
     run = dataclasses.replace(
         run,
         kernels=dataclasses.replace(run.kernels, transformer_impl=config.transformer_impl),
-        # Layouts are checked against bounds, not bit for bit: a GPU's libraries need not be deterministic.
+        # Runs are compared by bounds, not bit for bit, so a GPU's libraries need not be deterministic.
         runtime=dataclasses.replace(run.runtime, device=config.device, deterministic_mode=False),
     )
     problems = [] if config.steps >= 1 else [f"--steps is {config.steps}; it must be at least 1"]
@@ -72,7 +73,7 @@ def read_layouts(config: ParityConfig) -> "tuple[RunConfig, dict[str, Layout]]":
     for text in config.layouts:
         layout = collect_problems(problems, partial(parse_layout, text, config.transformer_impl))
         named |= {} if layout is None else {text: layout}
-    for section in (run.model, run.runtime, run.optimizer, run.training):  # data is not read
+    for section in (run.model, run.runtime, run.optimizer, run.training):  # not of `data`, which parity does not read
         problems += section.problems()
     for text, layout in named.items() if not problems else ():
         problems += [f"layout {text!r}: {problem}" for problem in _layout_problems(run, layout)]
@@ -85,7 +86,7 @@ def _layout_problems(run: "RunConfig", layout: "Layout") -> list[str]:
     from megatron_fanformer.model.layout_rules import batch_problems
 
     batch, micro = run.training.global_batch_size, run.training.micro_batch_size
-    # The rules of a model and a batch take a layout that is valid by itself.
+    # The rules for the model and the batch require a layout that is valid by itself.
     return layout.problems() or [
         *dataclasses.replace(run, parallel=layout.parallel, kernels=layout.kernels).problems_of_layout(),
         *batch_problems(layout.parallel, layout.parallel.data_parallel_size or 1, batch, micro),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.config import FANConfig, FANformerConfig, KernelsConfig, PrecisionConfig
-from megatron_fanformer.parity.recording import TensorPart, gradient_parts
+from megatron_fanformer.parity.recording import TensorPart, weight_parts
 from megatron_fanformer.parity.reordering import Reordering
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.parallel import rank_grid
@@ -120,7 +120,8 @@ def one_pass(
                 )
                 losses.float().sum().backward()
         finalize_model_grads([wrapped], pg_collection=grid.groups)
-        return Pass(losses.float().mean().item(), gradient_parts([stage], grid, Reordering(MODEL, 1, 0)), seen)
+        gradients = weight_parts([stage], grid, Reordering(MODEL, 1, 0), of_gradients=True)
+        return Pass(losses.float().mean().item(), gradients, seen)
 
 
 @contextmanager

@@ -13,9 +13,9 @@ from torch import Tensor
 from megatron_fanformer.model.config import FANformerConfig, KernelsConfig
 from megatron_fanformer.model.layout_rules import document_problems
 from megatron_fanformer.model.local_layers import TorchCoreAttention
-from megatron_fanformer.parity.recording import gather_gradients, gradient_parts
+from megatron_fanformer.parity.recording import gather_gradients, weight_parts
 from megatron_fanformer.parity.reordering import Reordering
-from megatron_fanformer.parity.trial import TrialConfig, prepared
+from megatron_fanformer.parity.trial import TrialConfig, prepare_rank
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.pipeline import packed_documents
 from megatron_fanformer.train.optimizer import OptimizerConfig
@@ -83,14 +83,14 @@ def one_step(
         TRIAL, model=dataclasses.replace(model, fan=fan), micro_batch_size=micro_batch or MICRO_BATCH
     )
     order = Reordering(trial.model, SAMPLES, 0)
-    with prepared(trial, parallel, order) as (grid, stages, wrapped, optimizer, _, number, _):
+    with prepare_rank(trial, parallel, order) as (grid, stages, wrapped, optimizer, _, number, _):
         if micro_batch is None:
             batches, number = iter(unpacked()), len(unpacked())
         else:
             batches = packed(micro_batch, grid.data_parallel_rank, grid.data_parallel_size)
         result = attempt_step(wrapped, optimizer, batches, grid, number)
         gather_gradients(wrapped)
-        return result.loss, result.tokens, gradient_parts(stages, grid, order)
+        return result.loss, result.tokens, weight_parts(stages, grid, order, of_gradients=True)
 
 
 def whole(ranks: list[tuple[float, int, list[Any]]]) -> dict[str, Tensor]:
