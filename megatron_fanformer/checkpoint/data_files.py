@@ -105,8 +105,9 @@ def reporting_damage(
         # torch's message is a page long
         refused = re.search(r"(?<=GLOBAL )[\w.]+|Unsupported [\w ]+", str(error))
         name = refused[0] if refused else _first_line(error)
-        message = f"{source} is damaged, or holds more than data ({name}), which loading might execute; {trusted}"
-        raise CorruptError(message) from error
+        raise CorruptError(
+            f"{source} is damaged, or holds more than data ({name}), which loading might execute; {trusted}"
+        ) from error
     except OSError as error:
         raise CorruptError(f"{source} cannot be read: {_first_line(error)}; {whole}") from error
     except (*_DAMAGE, *also) as error:

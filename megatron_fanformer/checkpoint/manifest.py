@@ -41,7 +41,9 @@ class Manifest(msgspec.Struct, frozen=True):
 
 def write_rank_sums(folder: Path, rank: int) -> None:
     """Compute the sums of a rank's tensor files in a folder, and leave them there for `write_manifest`."""
-    sums = {file.name: _sums_of(file) for file in folder.glob(f"__{rank}_*{WEIGHTS_SUFFIX}")}
+    sums = {
+        file.name: FileSums(file.stat().st_size, sha256_of(file)) for file in folder.glob(f"__{rank}_*{WEIGHTS_SUFFIX}")
+    }
     (folder / _RANK_SUMS.format(rank)).write_bytes(msgspec.json.encode(sums))
 
 
@@ -53,13 +55,9 @@ def write_manifest(folder: Path, step: int) -> None:
         rank_sums.unlink()
     for file in sorted(folder.iterdir()):
         if file.name not in sums and file.name != MANIFEST:
-            sums[file.name] = _sums_of(file)
-    manifest = Manifest(step, dict(sorted(sums.items())))
-    (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n")
-
-
-def _sums_of(file: Path) -> FileSums:
-    return FileSums(file.stat().st_size, sha256_of(file))
+            sums[file.name] = FileSums(file.stat().st_size, sha256_of(file))
+    content = msgspec.json.encode(Manifest(step, dict(sorted(sums.items()))))
+    (folder / MANIFEST).write_bytes(msgspec.json.format(content, indent=1) + b"\n")
 
 
 @functools.cache  # the query of one package takes ten milliseconds

@@ -172,10 +172,13 @@ def load(
             delattr(stored.properties, name)  # reading it then returns the class's default
     common = {"common_strategy": _common_strategy(table)} if _HAS_COMMON_STRATEGY else {}
     with reporting_damage(folder, also=(CheckpointingException,)), _reading_data_alone(table):
-        state = _with_contiguous_data(sharded_state)
         try:
             return dist_checkpointing.load(
-                state, str(folder), sharded_strategy=strategy, strict="raise_unexpected", **common
+                _with_contiguous_data(sharded_state),
+                str(folder),
+                sharded_strategy=strategy,
+                strict="raise_unexpected",
+                **common,
             )
         except CheckpointException as error:  # every rank raises it if one fails, with the errors of the failed ranks
             raise next(cause for cause, _ in error.failures.values()) from None

@@ -224,7 +224,7 @@ def fetch_newer(url: str, run: Path, *, use_earlier: bool = True) -> None:
     A damaged checkpoint of the same step in the folder is set aside. With `use_earlier`, a checkpoint that is earlier
     than a damaged one may be fetched. If the folder has a sound checkpoint, errors of the store are only logged.
     """
-    sound, newest = run_folder.newest_sound_step(run), run_folder.newest_step(run)
+    newest, sound = run_folder.newest_steps(run)
     least_step = sound + 1 if use_earlier or sound == newest else newest
 
     def fetch() -> None:
@@ -264,9 +264,9 @@ def _publish(copy: Path, run: Path, records: dict[str, bytes | None]) -> None:
 
 def on_this_machine(path: str) -> str:
     """Return a path unchanged; for a URL, fetch the checkpoint there if needed, and return the path of the copy."""
-    if not is_url(path):
-        return path
-    return str(fetch_checkpoint(path, cache_folder(), lambda line: print_stderr(f"{PROGRAM}: {line}")))
+    if is_url(path):
+        path = str(fetch_checkpoint(path, cache_folder(), lambda line: print_stderr(f"{PROGRAM}: {line}")))
+    return path
 
 
 def fetch_checkpoint(url: str, cache: Path, report: Callable[[str], None]) -> Path:

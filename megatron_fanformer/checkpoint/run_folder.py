@@ -191,18 +191,15 @@ def complete_checkpoints(run: Path) -> list[Path]:
     return [folder for folder in _steps(run / CHECKPOINTS) if is_checkpoint(folder)]
 
 
-def newest_step(run: Path) -> int:
-    """Return the step of the newest checkpoint in a run's folder, complete or not; −1 if there is none."""
-    return max((step_of(folder) or 0 for folder in _steps(run / CHECKPOINTS)), default=-1)
-
-
-def newest_sound_step(run: Path) -> int:
-    """Return the step of the newest checkpoint in a run's folder that passes `check_sound`; −1 if there is none."""
-    for folder in reversed(_steps(run / CHECKPOINTS)):
+def newest_steps(run: Path) -> tuple[int, int]:
+    """Return the steps of the newest checkpoint and of the newest that passes `check_sound`; −1 if there is none."""
+    checkpoints = _steps(run / CHECKPOINTS)[::-1]
+    steps = [step_of(checkpoint) or 0 for checkpoint in checkpoints] or [-1]
+    for checkpoint, step in zip(checkpoints, steps, strict=False):
         with suppress(CorruptError):
-            check_sound(folder)
-            return step_of(folder) or 0
-    return -1
+            check_sound(checkpoint)
+            return steps[0], step
+    return steps[0], -1
 
 
 def _steps(checkpoints: Path) -> list[Path]:

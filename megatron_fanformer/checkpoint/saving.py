@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from math import isfinite
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -34,8 +34,6 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.02
 REMEDY = "free space or memory, and run the same command to continue"
-
-Result = TypeVar("Result")
 
 
 class _Unpublished(NamedTuple):
@@ -98,7 +96,8 @@ class CheckpointSaver:
         assert self._unpublished is None, "finish_due(blocking=True) comes before the next save"
         state = training_state(stages, optimizer, progress, self._grid)
         check_finite(state, step)
-        folder = self._on_main(step, lambda: run_folder.temporary_folder(self._checkpoints, step))
+        make_folder = self._reporting(step, None)(run_folder.temporary_folder)
+        folder = on_main(lambda: make_folder(self._checkpoints, step))
         logger.debug("writing step %d to %s", step, folder)
         self._unpublished = _Unpublished(step, folder, config, attachments)
         with self._reporting(step, folder):  # on the main rank, which writes the plain values now
@@ -143,11 +142,12 @@ class CheckpointSaver:
         self._unpublished = None
         logger.debug("step %d is written by every rank", due.step)
 
+        @self._reporting(due.step, due.folder)
         def publish() -> Path:
             in_use = self._in_use()
             return run_folder.publish_checkpoint(self._checkpoints, *due, keep=self._keep, in_use=in_use)
 
-        return self._on_main(due.step, publish, unfinished=due.folder)
+        return on_main(publish)
 
     def close(self) -> None:
         """Kill a writer that is still running after an error, and remove its files."""
@@ -157,13 +157,9 @@ class CheckpointSaver:
         if self._unpublished is not None and self._grid.is_main:
             shutil.rmtree(self._unpublished.folder, ignore_errors=True)
 
-    def _on_main(self, step: int, function: Callable[[], Result], unfinished: Path | None = None) -> Result:
-        """Call a function on the main rank and return its result on all; if the disk fails, every rank raises."""
-        return on_main(self._reporting(step, unfinished)(function))
-
     @contextmanager
     def _reporting(self, step: int, unfinished: Path | None) -> Iterator[None]:
-        """Raise `_failure` in place of an OSError in the block."""
+        """Raise `_failure` in place of an OSError in the block or the function."""
         try:
             yield
         except OSError as error:

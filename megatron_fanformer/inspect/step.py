@@ -134,10 +134,7 @@ def _tokenizer(prefix: str, configured: str | None) -> Any:
 def _passages(
     dataset: Any, number: int, ledger_of: Callable[[str], Any], tokenizer_of: Callable[[str], Any]
 ) -> Iterator[Report]:
-    """Yield the passages of a sample: consecutive tokens of a token file, and of one document if there is a ledger.
-
-    `ledger_of` and `tokenizer_of` return those of a prefix, or None.
-    """
+    """Yield the passages of a sample: consecutive tokens of a token file, of one document if there is a ledger."""
     item, spans = dataset[number], sample_spans(dataset, number)
     ids, learned = item["tokens"].tolist(), None
     if isinstance(dataset, ChatDataset):  # a token is learned if the position before it has a loss
@@ -158,8 +155,9 @@ def _passages(
             if learned is not None:
                 passage["learned"] = _true_runs(learned[begin:position])
                 if is_known:
-                    runs = passage["learned"]
-                    passage["learned_texts"] = [tokenizer.decode(passage_ids[start:end]) for start, end in runs]
+                    passage["learned_texts"] = [
+                        tokenizer.decode(passage_ids[start:end]) for start, end in passage["learned"]
+                    ]
             yield {**passage, "text": tokenizer.decode(passage_ids) if is_known else None, "ids": passage_ids}
 
 
@@ -176,8 +174,9 @@ def _documents(span: Span, ledger: Any) -> Iterator[tuple[int, int, LedgerRow | 
 
 def _true_runs(mask: list[bool]) -> list[tuple[int, int]]:
     """Return the begin and the end of each run of true values."""
-    pairs = itertools.pairwise([False, *mask, False])
-    changes = [index for index, (before, after) in enumerate(pairs) if before != after]
+    changes = [
+        index for index, (before, after) in enumerate(itertools.pairwise([False, *mask, False])) if before != after
+    ]
     return list(zip(changes[::2], changes[1::2], strict=True))
 
 

@@ -99,9 +99,8 @@ def inspect_path(path: str, *, verify: bool = False) -> dict[str, Any]:
     # A running run may save again meanwhile. A run without a checkpoint can be described, but not verified.
     newest = checkpoint_of(target) if verify or target.kind == "checkpoint" else target.path
     verified = {"verified": checkpoint.check_checkpoint(newest)} if verify else {}
-    is_run = target.kind == "run"
-    facts = checkpoint.describe_run(target.path) if is_run else checkpoint.describe_checkpoint(target.path)
-    return {**facts, **verified}
+    describe = checkpoint.describe_run if target.kind == "run" else checkpoint.describe_checkpoint
+    return {**describe(target.path), **verified}
 
 
 # -- a report as text

@@ -1,6 +1,6 @@
 """Comparison of a layout's run with the run of a single process: does the order of sums explain the differences?"""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -85,7 +85,11 @@ def baseline_of(trace: Trace, epsilon: float = FLOAT32_EPSILON) -> Baseline:
     tensors = {kind: _assemble(getattr(trace, kind)) for kind in KINDS}
     initial = _assemble(trace.initial)
     moved = {name: weight - initial[name] for name, weight in tensors["weights"].items()}
-    scales = {kind: _scales(moved if kind == "weights" else tensors[kind]) for kind in KINDS}
+    scales: dict[str, Errors] = {}
+    for kind, measured in {**tensors, "weights": moved}.items():
+        norms = {name: _norm(tensor) for name, tensor in measured.items()}
+        smallest = SMALLEST_SCALE * max(norms.values())
+        scales[kind] = {name: max(norm, smallest) for name, norm in norms.items()}
     for name, weight in tensors["weights"].items():  # a change can be no smaller than the weight's rounding
         scales["weights"][name] = max(scales["weights"][name], epsilon * _norm(weight))
     places = {
@@ -136,12 +140,6 @@ def _assemble(parts: list[TensorPart]) -> dict[str, np.ndarray]:
     incomplete = [name for name, tensor in whole.items() if np.isnan(tensor).any()]
     assert not incomplete, f"tensors of the single process are incomplete or not finite: {', '.join(incomplete)}"
     return whole
-
-
-def _scales(tensors: Mapping[str, np.ndarray]) -> Errors:
-    norms = {name: _norm(tensor) for name, tensor in tensors.items()}
-    smallest = SMALLEST_SCALE * max(norms.values())
-    return {name: max(norm, smallest) for name, norm in norms.items()}
 
 
 def _errors(whole: dict[str, np.ndarray], scales: Errors, ranks: list[list[TensorPart]]) -> Errors:

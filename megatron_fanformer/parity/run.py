@@ -197,8 +197,7 @@ def compare_layouts(
         trial = dataclasses.replace(calibration.trial, kernels=layout.kernels)
         parallel, ranks = layout.parallel, layout.world_size
         if parallel.overlap_grad_reduce:
-            size = max(1, trial.model.num_parameters // BUCKETS)
-            parallel = dataclasses.replace(parallel, ddp_bucket_size=size)
+            parallel = dataclasses.replace(parallel, ddp_bucket_size=max(1, trial.model.num_parameters // BUCKETS))
         try:
             compared = differences(calibration.baseline, pool.run(ranks, trial_function, trial, parallel))
         except JobFailed as error:
