@@ -12,6 +12,7 @@ from megatron_fanformer.checkpoint.saving import CheckpointSaver
 from megatron_fanformer.checkpoint.training_state import load_training_state, model_state, stored_state
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.config import DEFAULT_KERNELS, FANformerConfig, KernelsConfig
+from megatron_fanformer.model.layouts import layout_fields
 from megatron_fanformer.runtime.layout import DeviceKind
 from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid, rank_grid
 from megatron_fanformer.runtime.seeding import local_shards, seed_everything
@@ -26,34 +27,19 @@ STEPS_BEFORE_SAVE = 2
 RECIPE = OptimizerConfig(lr=1e-2)
 
 # By name: a layout that a checkpoint is saved in and loaded in. "plain" is without the distributed optimizer.
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp1-plain": {"use_distributed_optimizer": False},
-    "tp2": {"tensor_model_parallel_size": 2},
-    "dp2-plain": {"data_parallel_size": 2, "use_distributed_optimizer": False},
-    "pp2": {"pipeline_model_parallel_size": 2},
-    "tp2-sp-plain": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "use_distributed_optimizer": False},
-    "dp2": {"data_parallel_size": 2},
-    "vpp2": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
-    "cp2": {"context_parallel_size": 2},
-    "fan-sequence-plain": {
-        "tensor_model_parallel_size": 2,
-        "sequence_parallel": True,
-        "fan_form": "sequence",
-        "use_distributed_optimizer": False,
-    },
-    # Buckets of about a layer, whose sizes need padding.
-    "dp2-overlap": {
-        "data_parallel_size": 2,
-        "overlap_grad_reduce": True,
-        "overlap_param_gather": True,
-        "ddp_bucket_size": 10_000,
-    },
-    "tp2-dp2": {"tensor_model_parallel_size": 2, "data_parallel_size": 2},
-    "cp2-dp2-instances": {
-        "context_parallel_size": 2,
-        "data_parallel_size": 2,
-        "num_distributed_optimizer_instances": 2,
-    },
+LAYOUTS = {
+    "tp1-plain": "distributed_optimizer=false",
+    "tp2": "tp=2",
+    "dp2-plain": "dp=2,distributed_optimizer=false",
+    "pp2": "pp=2",
+    "tp2-sp-plain": "tp=2,sp=true,distributed_optimizer=false",
+    "dp2": "dp=2",
+    "vpp2": "pp=2,vpp=2",
+    "cp2": "cp=2",
+    "fan-sequence-plain": "tp=2,sp=true,fan=sequence,distributed_optimizer=false",
+    "dp2-overlap": "dp=2,overlap=true,ddp_bucket_size=10000",  # buckets of about a layer, whose sizes need padding
+    "tp2-dp2": "tp=2,dp=2",
+    "cp2-dp2-instances": "cp=2,dp=2,num_distributed_optimizer_instances=2",
 }
 
 Pieces = list[tuple[str, Any, Any, torch.Tensor]]
@@ -73,7 +59,7 @@ def layers_for(*layouts: str) -> int:
 
 def parallel_config(layout: str) -> ParallelConfig:
     """A layout of the table, on CPUs."""
-    return ParallelConfig(**LAYOUTS[layout])
+    return ParallelConfig(**layout_fields(LAYOUTS[layout]))
 
 
 def world_size(layout: str) -> int:
@@ -98,13 +84,13 @@ class Training:
 
     def take_steps(self, number: int) -> list[float]:
         """Train; the losses."""
-        return [self._take_step() for _ in range(number)]
-
-    def _take_step(self) -> float:
-        self.step += 1
-        self.scheduler.step(1)
-        number = GLOBAL_BATCH // (MICRO_BATCH * self.grid.data_parallel_size)
-        return train_step(self.wrapped, self.optimizer, self._batches(), self.grid, number).loss
+        losses, micro_batches = [], GLOBAL_BATCH // (MICRO_BATCH * self.grid.data_parallel_size)
+        for _ in range(number):
+            self.step += 1
+            self.scheduler.step(1)
+            result = train_step(self.wrapped, self.optimizer, self._batches(), self.grid, micro_batches)
+            losses.append(result.loss)
+        return losses
 
     def _batches(self) -> Iterator[dict[str, torch.Tensor]]:
         generator = torch.Generator().manual_seed(self.step)
@@ -153,7 +139,11 @@ class Training:
         with weights_in_step(self.wrapped):
             weights = model_state(self.stages, self.grid)
             moments = stored_state(self.optimizer, weights)["optimizer_tensors"]
-        return [_piece(shard) for state in (weights, moments) for shard in local_shards(state)]
+        return [
+            (shard.key, tuple(shard.global_shape), shard.global_slice(), shard.data.detach().float().clone())
+            for state in (weights, moments)
+            for shard in local_shards(state)
+        ]
 
     def groups(self) -> list[dict[str, Any]]:
         """The groups of this rank's optimizer that have parameters, without them."""
@@ -162,10 +152,6 @@ class Training:
             for group in self.optimizer.param_groups
             if group["params"]
         ]
-
-
-def _piece(shard: Any) -> tuple[str, Any, Any, torch.Tensor]:
-    return shard.key, tuple(shard.global_shape), shard.global_slice(), shard.data.detach().float().clone()
 
 
 @contextmanager

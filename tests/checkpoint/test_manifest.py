@@ -26,7 +26,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def check(checkpoint: Path, shares: int = 1) -> list[str]:
+def check(checkpoint: Path, shares: int) -> list[str]:
     """What each rank refuses."""
     manifest = read_manifest(checkpoint)
     refused = []

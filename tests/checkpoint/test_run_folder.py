@@ -107,7 +107,6 @@ def test_numbers_of_checkpoints_are_at_least_1(name: str) -> None:
     ("url", "reason"),
     [
         ("runs/mirror", "must be a folder's URL"),
-        ("memory://mirror", "must be a folder's URL"),
         ("simplecache::s3://bucket/run", "must be a folder's URL"),
         ("sftp://user:secret@host/run", "holds a password"),
         ("s3://key:sec/ret@bucket/run", "holds a password"),

@@ -17,7 +17,7 @@ from megatron_fanformer.checkpoint import run_lock as locks
 from megatron_fanformer.checkpoint.run_folder import LOCK
 from megatron_fanformer.checkpoint.run_lock import Holder, holder_of, run_lock
 from megatron_fanformer.errors import InputError
-from tests.patience import PATIENCE_SECONDS
+from tests.patience import PATIENCE_SECONDS, wait_until
 
 HOLD = """
 import sys, time, pathlib
@@ -76,9 +76,7 @@ def test_a_run_in_progress_is_named_and_a_killed_one_is_succeeded_at_once(run: P
         with pytest.raises(InputError, match=rf"in use by a run on {os.uname().nodename} \(process {process.pid}\) si"):
             run_lock(run).__enter__()
         os.kill(process.pid, signal.SIGKILL)
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while locks._is_running(process.pid):
-            assert time.monotonic() < deadline
+        wait_until(lambda: not locks._is_running(process.pid))
         assert is_free(run)  # though its parent has not reaped it
 
 

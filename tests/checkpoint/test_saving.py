@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import psutil
 import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -25,7 +24,7 @@ from megatron_fanformer.checkpoint.saving import CheckpointSaver, check_finite
 from megatron_fanformer.errors import DivergenceError, FanformerError
 from megatron_fanformer.runtime.agreement import is_main
 from tests.checkpoint.states import Pieces, Training, load_and_train, small_model, training, world_size
-from tests.patience import PATIENCE_SECONDS
+from tests.patience import PATIENCE_SECONDS, is_running, wait_until
 from tests.train.layouts import gather
 
 RunOnRanks = Callable[..., list[Any]]
@@ -45,12 +44,6 @@ def writers_do_first(action: Callable[[], None]) -> Iterator[None]:
 
     with mock.patch.object(megatron_versions, "run_writer", write_after):
         yield
-
-
-def wait_until(happened: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not happened() and time.monotonic() < deadline:
-        time.sleep(0.01)
 
 
 def started_save(run: Training, folder: Path) -> CheckpointSaver:
@@ -131,23 +124,6 @@ def failure_of(saver: CheckpointSaver, save: Callable[[], Any] = lambda: None) -
     return str(caught.value)
 
 
-def signal_writers(layout: str, folder: Path) -> list[str]:
-    """Writers get the signals that a run answers by saving and stopping; what is published after."""
-    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        with training(layout, small_model()) as run:
-            saver = started_save(run, folder)
-            for number in before:
-                os.kill(writer_process(saver).pid, number)
-            time.sleep(0.1)
-            (folder / "go").touch()
-            saver.finish_due(blocking=True)
-            return published(folder)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def give_up(layout: str, folder: Path) -> tuple[Any, list[str]]:
     """Close while the writers wait; how they ended, and all that is left of the checkpoint."""
     with training(layout, small_model()) as run:
@@ -206,10 +182,6 @@ def test_a_writer_that_fails_ends_the_run_and_publishes_nothing(
     assert list((tmp_path / run_folder.CHECKPOINTS).iterdir()) == []
 
 
-def test_signals_to_stop_do_not_stop_a_writer(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
-    assert run_on_ranks(1, signal_writers, "tp1-plain", tmp_path) == [["latest", "step-00000002"]]
-
-
 def fail_into_the_log(_rank: int, _buckets: Any, results: Any) -> None:
     """As megatron-core 0.19's writer does."""
     logging.getLogger(WRITER_LOGGER).error("no space left")
@@ -236,13 +208,6 @@ def start_a_writer(connection: Any) -> None:
     writer.join()
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells a process of its parent's end")
 def test_a_writer_does_not_outlive_its_rank() -> None:
     ours, theirs = multiprocessing.Pipe()
@@ -250,11 +215,10 @@ def test_a_writer_does_not_outlive_its_rank() -> None:
     rank.start()
     writer = ours.recv()
     time.sleep(0.2)  # it must have got to its work
-    assert is_alive(writer)
+    assert is_running(writer)
     rank.kill()
     rank.join()
-    wait_until(lambda: not is_alive(writer), seconds=PATIENCE_SECONDS / 2)
-    assert not is_alive(writer)
+    wait_until(lambda: not is_running(writer), seconds=PATIENCE_SECONDS / 2)
 
 
 def test_closing_ends_a_writer(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:

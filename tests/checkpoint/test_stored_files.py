@@ -216,10 +216,9 @@ def convert(run: Values, tmp_path: Path) -> list[str]:
 
 Reader = Callable[[Values, Path], list[str]]
 Plant = Callable[[Path, Bomb], Path]
-PLANTS = [plant_table, plant_inside_table, plant_objects, plant_common, plant_tensor]
 
 
-@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize("plant", [plant_table, plant_inside_table, plant_objects, plant_common, plant_tensor])
 @pytest.mark.parametrize("reader", [resume, convert], ids=lambda reader: reader.__name__)
 def test_a_checkpoint_made_to_do_harm_is_refused(
     reader: Reader, plant: Plant, run: Values, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

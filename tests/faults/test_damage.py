@@ -64,7 +64,7 @@ def cut_off(content: bytes, generator: random.Random) -> bytes:
 def unseen_damage(values: dict[str, Any], damage: Damage, count: int) -> list[str]:
     """Damage files in turn, one at a time, in proportion to their number; the cases that are not refused by name."""
     _, latest = checkpoints(values)
-    files = sorted(file for file in latest.iterdir() if file.name != "manifest.json" and file.stat().st_size)
+    files = sorted(file for file in latest.iterdir() if file.name != MANIFEST and file.stat().st_size)
     generator, unseen = random.Random(count), []
     for number in range(count):
         file = files[number % len(files)]
@@ -74,8 +74,7 @@ def unseen_damage(values: dict[str, Any], damage: Damage, count: int) -> list[st
             continue
         file.write_bytes(spoiled)
         message = refusal(values)
-        named = latest if file.name == MANIFEST else file  # a sum that is damaged there shows as another file's damage
-        if message is None or str(named) not in message or "\n" in message:
+        if message is None or str(file) not in message or "\n" in message:
             unseen.append(f"{file.name}: {message}")
         file.write_bytes(sound)
     return unseen
@@ -101,13 +100,4 @@ def test_a_file_of_another_step_does_not_pass(values: dict[str, Any], tmp_path: 
         shutil.copy(other, file)
         assert str(latest) in (refusal(values) or "")
         shutil.copy(tmp_path / file.name, file)
-    assert refusal(values) is None
-
-
-def test_no_file_can_be_missing(values: dict[str, Any], tmp_path: Path) -> None:
-    _, latest = checkpoints(values)
-    for file in sorted(latest.iterdir()):
-        shutil.move(file, tmp_path / file.name)
-        assert str(latest) in (refusal(values) or "")
-        shutil.move(tmp_path / file.name, file)
     assert refusal(values) is None

@@ -84,10 +84,8 @@ def test_commands_read_a_url_as_they_read_a_folder(url: str, things: Things, tmp
     assert [path.name for path in (tmp_path / "loaded" / run_folder.LOADED).glob("*/*")] == [things.checkpoint.name]
 
 
-@pytest.mark.parametrize("verb", [["generate", "--prompt", "a"], ["inspect"], ["convert", "there", "--to", "hf"]])
-def test_no_password_is_shown(verb: list[str]) -> None:
-    name, *rest = verb
-    ended = commands.run([name, "nosuchstore://user:secret@host/run", *rest])
+def test_no_password_is_shown() -> None:
+    ended = commands.run(["inspect", "nosuchstore://user:secret@host/run"])
     assert not ended.unlike((2,), most_lines=1)
     assert "nosuchstore://…@host/" in ended.errors and " needs a driver" in ended.errors
     assert "secret" not in ended.errors

@@ -16,11 +16,6 @@ from megatron_fanformer.train.config import config_from_dict
 from tests.small_runs import small_run, write_tokens
 
 
-@pytest.fixture
-def tokens(tmp_path: Path) -> str:
-    return write_tokens(tmp_path / "tokens")
-
-
 def test_the_demo_leaves_a_run_in_progress_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / MARK).touch()
@@ -31,15 +26,8 @@ def test_the_demo_leaves_a_run_in_progress_alone(tmp_path: Path, capsys: pytest.
         assert f"{run} is in use by a run on" in line
 
 
-def put_foreign_ids(file: Path) -> None:
-    """Every seventh id another tokenizer's, in place."""
-    ids = np.memmap(file, np.uint16, mode="r+")
-    ids[::7] = 60_000
-    ids.flush()
-
-
-def spoil_during_training(values: dict[str, Any], file: Path, spoil: Callable[[Path], None]) -> tuple[int, str]:
-    """Train, and spoil a file after two steps; exit code and message of the error that follows."""
+def put_foreign_ids_during_training(values: dict[str, Any], file: Path) -> tuple[int, str]:
+    """Train, and after two steps make every seventh id another tokenizer's; exit code and message of the error."""
     import torch.distributed as dist
 
     from megatron_fanformer.train.trainer import Trainer
@@ -51,7 +39,9 @@ def spoil_during_training(values: dict[str, Any], file: Path, spoil: Callable[[P
             trainer.take_step()
             trainer.take_step()
             if grid.rank == 0:
-                spoil(file)
+                ids = np.memmap(file, np.uint16, mode="r+")
+                ids[::7] = 60_000
+                ids.flush()
             dist.barrier()  # else another rank may have read its next samples before
             trainer.train()
         except FanformerError as error:
@@ -61,12 +51,11 @@ def spoil_during_training(values: dict[str, Any], file: Path, spoil: Callable[[P
     return 0, ""
 
 
-def test_foreign_ids_end_a_run_that_is_tensor_parallel(
-    run_on_ranks: Callable[..., list[Any]], tmp_path: Path, tokens: str
-) -> None:
+def test_foreign_ids_end_a_run_that_is_tensor_parallel(run_on_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
     """Without a check a rank takes them for ids of the other's part of the vocabulary, and trains on."""
+    tokens = write_tokens(tmp_path / "tokens")
     values = small_run(tokens, tmp_path / "run", parallel={"tensor_model_parallel_size": 2})
     file = Path(tokens + ".bin")
-    for code, message in run_on_ranks(2, spoil_during_training, values, file, put_foreign_ids):
+    for code, message in run_on_ranks(2, put_foreign_ids_during_training, values, file):
         assert code == 3 and message.startswith(f"{file} holds token id 60000 (token ")
         assert "outside the vocabulary of 100; train with the tokenizer that made the tokens" in message

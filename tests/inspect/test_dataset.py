@@ -22,9 +22,7 @@ from megatron_fanformer.data.manifest import (
 from megatron_fanformer.durable_files import sha256_of
 from tests.data.chat_making import made_up_chats
 from tests.inspect.conftest import TOKENIZER, Inspect, Prepared, Said
-from tests.inspect.making import (
-    write_npy,
-)
+from tests.inspect.making import write_npy
 from tests.prepare.making import prepare_files
 
 # -- described

@@ -176,18 +176,6 @@ def test_each_passage_is_a_slice_of_its_document(inspect: Inspect, texts: Texts)
             assert passage["text"] == tokenizer.decode(passage["ids"])
 
 
-def test_a_step_as_text(inspect: Inspect, texts: Texts) -> None:
-    output = inspect(texts[0], "--step", 1, "--parallel.data_parallel_size", "2")
-    assert (output.code, output.error) == (0, "")
-    lines = output.out.splitlines()
-    assert lines[0] == "step 1 of 3: samples 0 to 7, of 16 tokens"
-    batches = [line for line in lines if line.startswith("micro batch")]
-    assert batches == [f"micro batch {number}, data parallel rank {rank}" for number in (0, 1) for rank in (0, 1)]
-    assert sum(line.startswith("  sample ") for line in lines) == 8
-    assert any("docs.0.jsonl.gz:" in line and "docs-" in line and "tokens [" in line for line in lines)
-    assert "play" in output.out
-
-
 def test_a_run_knows_its_own_configuration(inspect: Inspect, texts: Texts, tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
@@ -276,20 +264,13 @@ def check_sample(passages: list[dict[str, Any]], of_run: Recorded, chats: list[A
 # -- on another store
 
 
-def prepared(folder: Path) -> Path:
-    """The sample documents as token files; their prefix."""
-    prefix = folder / "docs"
-    inputs = str(SAMPLES / "dolma")
-    arguments = [inputs, "--output", str(prefix), "--tokenizer", str(TOKENIZER), "--workers", "1"]
-    assert main(["prepare", *arguments]) == 0
-    return prefix
-
-
 def test_token_files_on_another_store_are_shown_and_verified_as_here(
     inspect: Inspect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    prefix = prepared(tmp_path)
+    prefix = tmp_path / "docs"
+    options = ["--output", str(prefix), "--tokenizer", str(TOKENIZER), "--workers", "1"]
+    assert main(["prepare", str(SAMPLES / "dolma"), *options]) == 0
 
     def shown(place: str, *options: str) -> str:
         remote_files.forget()

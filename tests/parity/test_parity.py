@@ -68,14 +68,11 @@ class Comparison:
     def of(self, *names: str) -> ParityResult:
         return compare_layouts(self._calibration, {name: self.layouts[name] for name in names}, self._pool)
 
-    def with_fault(self, name: str) -> ParityResult:
-        layout, planted = self._faults[name].layout, functools.partial(self._faulty, name)
-        named = {layout: self.layouts[layout]}
-        return compare_layouts(self._calibration, named, self._pool, trial_function=planted)
-
     def assert_caught(self, name: str) -> None:
         """The fault is found, and is named where it first shows."""
-        fault, result = self._faults[name], self.with_fault(name)
+        fault, planted = self._faults[name], functools.partial(self._faulty, name)
+        named = {fault.layout: self.layouts[fault.layout]}
+        result = compare_layouts(self._calibration, named, self._pool, trial_function=planted)
         (layout,) = result.layouts
         assert not layout.is_same
         assert str(layout.findings[0]).startswith(fault.first)

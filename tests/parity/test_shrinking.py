@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fanformer.model.config import PRESETS, FANConfig, FANformerConfig
+from megatron_fanformer.model.config import PRESETS, FANConfig
 from megatron_fanformer.model.layout_rules import batch_problems, layout_problems
 from megatron_fanformer.parity.shrinking import shrink
 from megatron_fanformer.runtime.layout import ParallelConfig
@@ -29,14 +29,10 @@ LAYOUTS = {
 }
 
 
-def legal_layouts(model: FANformerConfig) -> list[ParallelConfig]:
-    return [layout for layout in LAYOUTS.values() if not layout_problems(model, layout)]
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_layouts_that_are_legal_stay_so(name: str) -> None:
     model = MODELS[name]
-    layouts = legal_layouts(model)
+    layouts = [layout for layout in LAYOUTS.values() if not layout_problems(model, layout)]
     assert len(layouts) > 1
     small = shrink(model, 4, layouts)
     assert small.model.problems() == []
