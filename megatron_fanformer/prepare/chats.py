@@ -1,8 +1,8 @@
 """Conversations: parsed from lines or rows, rendered by a chat template, and encoded with a mask of learned tokens.
 
-They come in the forms that data sets of chats have:
+Data sets of conversations have one of these forms:
 
-    messages        a list of objects with `role` and `content`; beside it, `tools` that may be called
+    messages        a list of objects with `role` and `content`, and perhaps a field `tools`: functions to call
     conversations   a list of objects with `from` (human, gpt, system) and `value`
     prompt          with `completion`: two texts, or two lists of messages
 """
@@ -32,7 +32,7 @@ from megatron_fanformer.prepare.documents import (
     Refusal,
     Scalar,
     as_text,
-    decoded_again,
+    decode_irregular,
     has_surrogate,
     parse_block,
 )
@@ -60,14 +60,14 @@ ROLES = {
     "human": "user",
     "gpt": ASSISTANT,
 }
-"""The templates' names for the roles of a data set."""
+"""The name that templates use, for each name of a role in a data set."""
 FIELDS = ("messages", "conversations", "prompt", "completion", "tools")
 WEIGHTS = ("weight", "train", "loss")
-"""Fields of an answer that is not learned where one of them is 0 or false."""
+"""Fields of an answer; if one of them is 0 or false, the answer is not learned."""
 
 
 class Chat(NamedTuple):
-    """The fields of a conversation that are kept."""
+    """A conversation as it was parsed."""
 
     messages: list[Message]
     id: str | None
@@ -75,72 +75,61 @@ class Chat(NamedTuple):
     tools: list[dict[str, Any]] | None = None
 
 
-class _Line(msgspec.Struct):
-    """The fields that are read of a line; nothing else of it is built."""
-
-    messages: Any = None
-    conversations: Any = None
-    prompt: Any = None
-    completion: Any = None
-    tools: Any = None
-    id: Scalar = None
-    source: Scalar = None
-
-
 class ChatParser:
-    """Extract messages, id and source from one line or row."""
+    """Extracts messages, tools, id and source from one line or row."""
 
     def __init__(self) -> None:
-        self._decode = msgspec.json.Decoder(_Line).decode
+        fields: list[Any] = [*((name, Any, None) for name in FIELDS), ("id", Scalar, None), ("source", Scalar, None)]
+        self._decode = msgspec.json.Decoder(msgspec.defstruct("Line", fields)).decode  # builds no other fields
 
     def parse(self, line: bytes) -> Chat | Refusal:
-        """Return the conversation on `line` (without or with its line end), or the reason that there is none."""
-        if len(line) > LOOK_AGAIN_BYTES:  # its objects take up to 25 times the memory
+        """Return the conversation on a line, or the reason to refuse the line; a line end does not matter."""
+        if len(line) > LOOK_AGAIN_BYTES:  # in memory, its objects take up to 25 times as many bytes
             return Refusal(TOO_LONG_A_CHAT)
         fields: Mapping[str, Any] | Refusal
         try:
             fields = msgspec.structs.asdict(self._decode(line))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            fields = decoded_again(line)
-        return fields if isinstance(fields, Refusal) else self.judge(fields)
+            fields = decode_irregular(line)
+        return fields if isinstance(fields, Refusal) else self.make_chat(fields)
 
     def parse_rows(self, columns: Mapping[str, Any]) -> list[Chat | Refusal]:
-        """Return the conversation, or the refusal, of each row of a Parquet file; `columns` are pyarrow arrays."""
-        return [self._parse_row(columns, row) for row in range(len(next(iter(columns.values()))))]
-
-    def _parse_row(self, columns: Mapping[str, Any], row: int) -> Chat | Refusal:
-        try:
-            return self.judge({name: _without_nulls(column[row].as_py()) for name, column in columns.items()})
-        except UnicodeDecodeError:
-            return Refusal(INVALID_UTF8)
+        """Return the conversation in each row of a Parquet file, or the refusal; `columns` are pyarrow arrays."""
+        outcomes: list[Chat | Refusal] = []
+        for row in zip(*columns.values(), strict=True):
+            try:
+                values = [_without_nulls(scalar.as_py()) for scalar in row]
+                outcomes.append(self.make_chat(dict(zip(columns, values, strict=True))))
+            except UnicodeDecodeError:
+                outcomes.append(Refusal(INVALID_UTF8))
+        return outcomes
 
     def columns(self, path: InputFile, schema: Any) -> list[str]:
-        """Return the columns of a Parquet file to read.
-
-        Raises:
-            InputError: none holds messages.
-        """
+        """Return the names of the columns to read from a Parquet file. Raises InputError if none holds messages."""
         names = schema.names
         if not ({"messages", "conversations"} & set(names) or {"prompt", "completion"} <= set(names)):
             raise InputError(f"{path} has {NO_MESSAGES_FIELD} among its columns ({', '.join(names)}); rename one")
         return [name for name in (*FIELDS, "id", "source") if name in names]
 
-    def judge(self, fields: Mapping[str, Any]) -> Chat | Refusal:
-        """Return the conversation of these fields, or the reason that it is refused."""
+    def make_chat(self, fields: Mapping[str, Any]) -> Chat | Refusal:
+        """Return the conversation that these fields state, or the reason to refuse it."""
         try:
-            messages = list(map(_message, _stated_messages(fields)))
+            messages = list(map(_parse_message, _find_messages(fields)))
             if all(message["role"] != ASSISTANT for message in messages):
                 raise _Refused(NO_ASSISTANT_TURN)
-            return Chat(messages, as_text(fields.get("id")), as_text(fields.get("source")), _tools(fields.get("tools")))
+            return Chat(
+                messages, as_text(fields.get("id")), as_text(fields.get("source")), _parse_tools(fields.get("tools"))
+            )
         except _Refused as refused:
             return Refusal(str(refused))
 
 
 class _Refused(Exception):
-    """A conversation is refused; the message is the reason."""
+    """Raised while a conversation is parsed; the message is the reason to refuse it."""
 
 
-def _stated_messages(fields: Mapping[str, Any]) -> Sequence[Any]:
+def _find_messages(fields: Mapping[str, Any]) -> Sequence[Any]:
+    """Return the messages of a conversation of any form, not parsed yet. Raises _Refused if there are none."""
     for name in ("messages", "conversations"):
         stated = fields.get(name)
         if stated is not None:
@@ -155,44 +144,44 @@ def _stated_messages(fields: Mapping[str, Any]) -> Sequence[Any]:
     return [{"role": "user", "content": prompt}, {"role": ASSISTANT, "content": completion}]
 
 
-def _message(stated: Any) -> Message:
+def _parse_message(stated: Any) -> Message:
+    """Return a message with the field names and the role that templates expect. Raises _Refused if there is none."""
     if not isinstance(stated, dict):
         raise _Refused(NOT_MESSAGES)
-    speaker, content = (
-        stated.get(name) if stated.get(name) is not None else stated.get(other)
-        for name, other in (("role", "from"), ("content", "value"))
-    )
+    fields = {name: value for name, value in stated.items() if value is not None}
+    speaker = fields.pop("from", None)
+    content = fields.pop("value", None)
+    speaker, content = fields.get("role", speaker), fields.get("content", content)
     if not isinstance(speaker, str):
         raise _Refused(NOT_MESSAGES)
-    if (role := ROLES.get(speaker)) is None:
+    if speaker not in ROLES:
         raise _Refused(UNKNOWN_ROLE)
-    calls = stated.get("tool_calls")
+    role, calls = ROLES[speaker], fields.get("tool_calls")
     if calls and (role != ASSISTANT or not isinstance(calls, list) or None in map(function_of, calls)):
         raise _Refused(TOOL_CALLS)
-    text = None if content is None and calls else _text(content)
-    if role == ASSISTANT and any(stated.get(name) not in (None, 0, 1) for name in WEIGHTS):
+    text = None if content is None and calls else _join_text(content)
+    if role == ASSISTANT and any(fields.get(name) not in (None, 0, 1) for name in WEIGHTS):
         raise _Refused(NOT_A_WEIGHT)
-    others = {name: value for name, value in stated.items() if name not in ("from", "value") and value is not None}
-    message = {**others, "role": role, "content": text}
+    message = {**fields, "role": role, "content": text}
     _refuse_surrogates(message)
     return message
 
 
-def _text(content: Any) -> str:
-    """Return the content of a message as one text; it may be a list of parts."""
+def _join_text(content: Any) -> str:
+    """Return the content of a message, a text or a list of parts, as one text."""
     if isinstance(content, str):
         return content
-    parts = content if isinstance(content, list) else [None]
-    texts: list[Any] = [
-        part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part for part in parts
-    ]
-    if not all(isinstance(text, str) for text in texts):
-        raise _Refused(CONTENT_NOT_TEXT)
+    texts: list[str] = []
+    for part in content if isinstance(content, list) else [None]:
+        text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
+        if not isinstance(text, str):
+            raise _Refused(CONTENT_NOT_TEXT)
+        texts.append(text)
     return "".join(texts)
 
 
-def _tools(stated: Any) -> list[dict[str, Any]] | None:
-    """Return the functions that may be called, from a list or its JSON text, which data sets in columns have."""
+def _parse_tools(stated: Any) -> list[dict[str, Any]] | None:
+    """Return the functions that may be called; data sets in columns state the list as JSON text."""
     if isinstance(stated, str) and stated.strip():
         try:
             stated = msgspec.json.decode(stated)
@@ -207,13 +196,14 @@ def _tools(stated: Any) -> list[dict[str, Any]] | None:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a value without its null fields: each row of a Parquet file has the fields of all rows."""
+    """Return a value from a Parquet file without null fields, which a row has for the fields of other rows."""
     if isinstance(value, dict):
         return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
     return list(map(_without_nulls, value)) if isinstance(value, list) else value
 
 
 def _refuse_surrogates(value: Any) -> None:
+    """Raise _Refused if a text anywhere in a value contains an unpaired surrogate."""
     if isinstance(value, str) and has_surrogate(value):
         raise _Refused(UNPAIRED_SURROGATE)
     if isinstance(value, dict):
@@ -223,64 +213,72 @@ def _refuse_surrogates(value: Any) -> None:
 
 
 class ChatEncoder:
-    """Parse, render and tokenize blocks of conversations, on one thread at a time."""
+    """Parses, renders and tokenizes blocks of conversations, on one thread at a time."""
 
     def __init__(self, choice: EncoderChoice, settings: Settings) -> None:
         assert settings.chat is not None
         self.parser = ChatParser()
         self._template = ChatTemplate(settings.chat.template, settings.chat.template_variables)
-        self._encoder = choice.make()
+        self._encoder = choice.make_encoder()
         self._settings = settings.chat
         self._dtype = np.dtype(settings.dtype)
 
     def encode(self, number: int, block: Block) -> EncodedBlock:
-        """Encode the conversations of `block`, the file's `number`-th, in order."""
-        outcomes = parse_block(block, self.parser)
-        rendered: dict[int, RenderedChat] = {}  # by line
+        """Encode the conversations of a file's block; blocks are numbered from 0."""
+        outcomes = parse_block(block, self.parser)  # in place of a conversation that is refused below, its refusal
+        rendered: dict[int, RenderedChat] = {}  # by the number of the line
         for line, chat in enumerate(outcomes):
             if isinstance(chat, Refusal):
                 continue
             try:
-                rendered[line] = self._rendered(chat)
+                rendered[line] = self._render(chat)
             except TemplateRefusal as refusal:
                 outcomes[line] = Refusal(refusal.reason)
-        name = f"conversation {outcomes[next(iter(rendered))].id!r}" if rendered else ""
-        chats = {line: list(chat_pieces(self._encoder.exact, text)) for line, text in rendered.items()}
-        texts = [piece.encode() for pieces in chats.values() for piece, _ in pieces if isinstance(piece, str)]
-        encoded = iter(self._encoder.encode_block(number, texts, name))
-        ids, masks, is_cut, text_bytes = [np.empty(0, self._dtype)], [np.empty(0, np.uint8)], [], 0
-        for line, pieces in chats.items():
-            parts = [next(encoded) if isinstance(piece, str) else np.array([piece]) for piece, _ in pieces]
+        first_name = f"conversation {outcomes[next(iter(rendered))].id!r}" if rendered else ""
+        # A piece is a text, or the id of a special token, with a flag that says whether it is learned.
+        pieces_by_line = {line: list(chat_pieces(self._encoder.exact, text)) for line, text in rendered.items()}
+        texts = [piece.encode() for pieces in pieces_by_line.values() for piece, _ in pieces if isinstance(piece, str)]
+        ids_of_texts = iter(self._encoder.encode_block(number, texts, first_name))
+        no_ids, no_mask = np.empty(0, self._dtype), np.empty(0, np.uint8)  # give the type if there is no piece
+        tokens, masks, is_cut, text_bytes = [], [], [], 0
+        for line, pieces in pieces_by_line.items():
+            parts = [next(ids_of_texts) if isinstance(piece, str) else np.array([piece]) for piece, _ in pieces]
             flags = [np.full(len(part), flag, np.uint8) for part, (_, flag) in zip(parts, pieces, strict=True)]
-            chat = self._cut_or_pad(np.concatenate([ids[0], *parts]), np.concatenate([masks[0], *flags]))
+            chat = self._cut_or_pad(np.concatenate([no_ids, *parts]), np.concatenate([no_mask, *flags]))
             if isinstance(chat, Refusal):
                 outcomes[line] = chat
                 continue
-            ids.append(chat[0].astype(self._dtype))
+            tokens.append(chat[0].astype(self._dtype))
             masks.append(chat[1])
             is_cut.append(chat[2])
             text_bytes += len(rendered[line].text.encode())
         return encoded_block(
             outcomes,
-            tokens=np.concatenate(ids),
-            lengths=np.array(list(map(len, ids[1:])), np.int32),
+            tokens=np.concatenate([no_ids, *tokens]),
+            lengths=np.array(list(map(len, tokens)), np.int32),
             text_bytes=text_bytes,
-            mask=np.concatenate(masks),
-            learned=[int(mask.sum()) for mask in masks[1:]],
+            mask=np.concatenate([no_mask, *masks]),
+            learned=[int(mask.sum()) for mask in masks],
             is_cut=is_cut,
         )
 
-    def _rendered(self, chat: Chat) -> RenderedChat:
+    def _render(self, chat: Chat) -> RenderedChat:
+        """Render a conversation, and keep only those spans of answers that are to be learned.
+
+        Raises TemplateRefusal if the template refuses the messages, or if an answer has weight 0 and the template does
+        not mark the span of each answer.
+        """
         rendered = self._template.render(chat.messages, tools=chat.tools)
         answers = [message for message in chat.messages if message["role"] == ASSISTANT]
-        weights = [all(answer.get(name) != 0 for name in WEIGHTS) for answer in answers]
-        if all(weights):
-            weights = [True] * len(rendered.learned)
-        elif len(weights) != len(rendered.learned):
+        are_weighted = [all(answer.get(name) != 0 for name in WEIGHTS) for answer in answers]
+        if all(are_weighted):
+            are_weighted = [True] * len(rendered.learned)
+        elif len(are_weighted) != len(rendered.learned):
             raise TemplateRefusal("answers have weights, and the template does not mark each of them", MARKS_OTHERS)
-        spans = list(zip(rendered.learned, weights, strict=True))
-        kept = spans if self._settings.learn == "all" else spans[-1:]
-        return rendered._replace(learned=[span for span, weight in kept if weight])
+        spans = list(zip(rendered.learned, are_weighted, strict=True))
+        if self._settings.learn == "last":
+            spans = spans[-1:]
+        return rendered._replace(learned=[span for span, is_weighted in spans if is_weighted])
 
     def _cut_or_pad(self, ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool] | Refusal:
         """Cut or pad a conversation; return its ids, its mask and whether it was cut, or return the refusal."""

@@ -1,9 +1,9 @@
-"""Document files, read once from start to end in blocks, and the documents on their lines.
+"""Document files, read once from start to end in blocks, and the documents in them.
 
-Files are JSON lines, text (one document a file) or Parquet, plain or compressed. A line (in a Parquet file, a row) is
-either a document, a JSON object with a text, an id and a source as in Dolma, or refused with a reason; none is dropped
-silently. A block can be parsed on its own, by another thread. Memory is bounded by the block size, or by the longest
-line that is accepted, however well the file is compressed.
+A file holds JSON lines, rows of Parquet or one text, plain or compressed. Every line (or row) is either a document, an
+object with a text, an id and a source as in Dolma, or refused with a reason; none is dropped silently. Blocks can be
+parsed independently, by several threads. Memory is bounded by the block size, or by the longest line that is accepted,
+however well the file is compressed.
 """
 
 import hashlib
@@ -19,8 +19,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import pyarrow
 from isal import igzip
 from isal.igzip_lib import IsalError
+from pyarrow import parquet
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 from megatron_fanformer.durable_files import naming, regular_file
 from megatron_fanformer.errors import CorruptError, InputError
@@ -34,8 +41,8 @@ from megatron_fanformer.prepare.inputs import (
 )
 
 BLOCK_BYTES = 1 << 20
-ROWS_A_BLOCK = 256
-ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
+MAX_ROWS_PER_BLOCK = 256
+ARRAY_OF_OBJECTS = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
 
 NOT_JSON = "not JSON"
 NOT_AN_OBJECT = "not a JSON object"
@@ -47,15 +54,16 @@ INVALID_UTF8 = "invalid UTF-8"
 UNPAIRED_SURROGATE = "unpaired surrogate in the text"
 TOO_LONG_TO_LOOK_AGAIN = "irregular, and too long to be looked at again"
 
-# A longer line or text file is refused. Its text may take four times its bytes, and its ids as much again.
+# A longer line or text file is refused. In memory, a text may take four times its bytes, and its ids as many again.
 MAX_LINE_BYTES = 128 << 20
 TOO_LONG_A_LINE = f"above {MAX_LINE_BYTES >> 20} MiB"
-# The first parse of a line builds only what is needed; a second one everything in it, up to 25 times its bytes.
+# The first parse of a line builds only the fields that are needed. A second parse builds all of them, which takes up to
+# 25 times the bytes of the line.
 LOOK_AGAIN_BYTES = 8 << 20
-# The most digits of an integer that Python parses (sys.int_info.default_max_str_digits); the text beside it is good.
+# Python parses no integer of more digits (sys.int_info.default_max_str_digits); a document with one is not refused.
 MAX_DIGITS = 4300
 
-# The types of an id or a source in the first parse, which must not build anything large: others get the second.
+# The types of an id or a source in the first parse, which must not build large objects; other types need the second.
 Scalar = str | int | float | bool | None
 
 
@@ -78,7 +86,7 @@ class DocumentParser:
     """Extract text, id and source from one line or row; build nothing else of the JSON object.
 
     Args:
-        text_field: the field (the column) that holds the text; if it is `id` or `source`, documents have none.
+        text_field: the field (the column) that holds the text. If it is `id`, documents have no id; likewise `source`.
 
     Raises:
         InputError: `text_field` holds a quote, a backslash or a control character.
@@ -86,46 +94,41 @@ class DocumentParser:
 
     def __init__(self, text_field: str = "text") -> None:
         self._text_field = text_field
-        self._beside = [name for name in ("id", "source") if name != text_field]
-        absent: dict[str, Any] = {name: None for name in ("id", "source") if name == text_field}
-        fields: list[Any] = [("text", str), *((name, Scalar, None) for name in self._beside)]
+        self._other_fields = [name for name in ("id", "source") if name != text_field]
+        fields: list[Any] = [("text", str), *((name, Scalar, None) for name in self._other_fields)]
+        constants: dict[str, Any] = {text_field: None} if text_field in ("id", "source") else {}
         try:
-            line = msgspec.defstruct("Line", fields, rename={"text": text_field}, namespace=absent)
+            line = msgspec.defstruct("Line", fields, rename={"text": text_field}, namespace=constants)
         except ValueError as error:
             raise InputError(f"text_field {text_field!r} cannot be a field name: {error}") from error
         self._decode: Callable[[bytes], Any] = msgspec.json.Decoder(line).decode
 
     def parse(self, line: bytes) -> Document | Refusal:
-        """Return the document on `line` (without or with its line end), or the reason that there is none."""
+        """Return the document on a line, or the reason to refuse the line; a line end does not matter."""
         try:
             fields = self._decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return self._look_again(line)
-        return self.judge(fields.text, fields.id, fields.source)
+            return self._parse_again(line)
+        return self.make_document(fields.text, fields.id, fields.source)
 
     def parse_text(self, data: bytes, id: str) -> Document | Refusal:
-        """Return a text file as a document, without a byte order mark, or the reason that it is none."""
+        """Return the document that a text file is, without a byte order mark, or the reason to refuse the file."""
         try:
-            return self.judge(data.decode("utf-8-sig"), id, None)
+            return self.make_document(data.decode("utf-8-sig"), id, None)
         except UnicodeDecodeError:
             return Refusal(INVALID_UTF8)
 
     def parse_rows(self, columns: Mapping[str, Any]) -> list[Document | Refusal]:
-        """Return the document, or the refusal, of each row of a Parquet file; `columns` are pyarrow arrays."""
+        """Return the document in each row of a Parquet file, or its refusal; `columns` are pyarrow arrays."""
         texts = _values(columns[self._text_field])
-        beside = {name: _values(columns[name]) for name in self._beside if name in columns}
-        nothing = [None] * len(texts)
-        ids, sources = (beside.get(name, nothing) for name in ("id", "source"))
-        return [self.judge(*row) for row in zip(texts, ids, sources, strict=True)]
+        ids, sources = (
+            _values(columns[name]) if name in columns and name in self._other_fields else [None] * len(texts)
+            for name in ("id", "source")
+        )
+        return [self.make_document(*row) for row in zip(texts, ids, sources, strict=True)]
 
     def columns(self, path: InputFile, schema: Any) -> list[str]:
-        """Return the columns of a Parquet file to read.
-
-        Raises:
-            InputError: there is no text column of that name.
-        """
-        import pyarrow
-
+        """Return the names of the columns to read from a Parquet file. Raises InputError if it has no text column."""
         names, field = schema.names, self._text_field
         if field not in names:
             raise InputError(f"{path} has no column {field!r}, only {', '.join(names)}; name one as text_field")
@@ -135,11 +138,11 @@ class DocumentParser:
         if kind not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
             raise InputError(f"column {field!r} of {path} holds {kind}, not text; name another as text_field")
         columns = [name for name in dict.fromkeys((field, "id", "source")) if name in names]
-        # A nested id or source names no document.
+        # A nested id or source does not name a document.
         return [name for name in columns if not pyarrow.types.is_nested(schema.field(name).type)]
 
-    def judge(self, text: Any, id: Any, source: Any) -> Document | Refusal:
-        """Return the document of these values, or the reason that it is refused."""
+    def make_document(self, text: Any, id: Any, source: Any) -> Document | Refusal:
+        """Return a document with these values, or the reason to refuse it."""
         if not isinstance(text, str):
             return Refusal(INVALID_UTF8 if text == b"" else TEXT_NOT_A_STRING)
         if not text:
@@ -148,8 +151,9 @@ class DocumentParser:
             return Refusal(TOO_LONG_A_LINE)
         return Document(text, as_text(id), as_text(source))
 
-    def _look_again(self, line: bytes) -> Document | Refusal:
-        fields = decoded_again(line)
+    def _parse_again(self, line: bytes) -> Document | Refusal:
+        """Parse a line that msgspec could not read, by the standard library."""
+        fields = decode_irregular(line)
         if isinstance(fields, Refusal):
             return fields
         if self._text_field not in fields:
@@ -157,23 +161,24 @@ class DocumentParser:
         text = fields[self._text_field]
         if isinstance(text, str) and has_surrogate(text):
             return Refusal(UNPAIRED_SURROGATE)
-        beside = {name: fields.get(name) for name in self._beside}
-        return self.judge(text, beside.get("id"), beside.get("source"))
+        others = {name: fields.get(name) for name in self._other_fields}
+        return self.make_document(text, others.get("id"), others.get("source"))
 
 
 def _values(column: Any) -> list[Any]:
-    """Return the values of a column; b"" for bytes that are not valid UTF-8 in a text column."""
+    """Return the values of a column; b"" stands for a text that is not valid UTF-8."""
     try:
         return list(column.to_pylist())
     except UnicodeDecodeError:
-        singles = (column.slice(row, 1) for row in range(len(column)))
-        return [b""] if len(column) == 1 else [value for single in singles for value in _values(single)]
+        if len(column) == 1:
+            return [b""]
+        return [value for row in range(len(column)) for value in _values(column.slice(row, 1))]
 
 
-def decoded_again(line: bytes) -> dict[str, Any] | Refusal:
-    """Return the object on an irregular line, or the reason that there is none.
+def decode_irregular(line: bytes) -> dict[str, Any] | Refusal:
+    """Decode a line with the standard library's parser; return its object, or the reason to refuse the line.
 
-    The standard library also accepts NaN and Infinity, which Python's writer emits.
+    Unlike msgspec, this parser accepts NaN and Infinity, which Python's `json` writes.
     """
     if not line.strip():
         return Refusal(EMPTY_LINE)
@@ -194,7 +199,7 @@ def has_surrogate(text: str) -> bool:
 
 
 def as_text(value: Any) -> str | None:
-    """Return an id or a source as text: other types as JSON, an unpaired surrogate replaced."""
+    """Return an id or a source as text: other types become JSON, unpaired surrogates question marks."""
     if value is None or value == b"":
         return None
     if type(value) is str and value.isascii():
@@ -207,19 +212,19 @@ def as_text(value: Any) -> str | None:
 
 
 class WholeText(NamedTuple):
-    """The uncompressed bytes of a text file, and its path in the manifest, which is the document's id."""
+    """The uncompressed bytes of a text file, and the document's id: the path of the file in the manifest."""
 
     data: bytes
     id: str
 
 
 Block = bytes | dict[str, Any] | WholeText | None
-"""Consecutive lines of a file: lines of JSON; rows of Parquet, as pyarrow arrays by column; a text file, which counts
-as one line; or None, a line that was skipped for its length."""
+"""Consecutive lines of a file: lines of JSON; or rows of Parquet, as pyarrow arrays by column; or a text file, which
+counts as one line; or None for a line that was skipped because of its length."""
 
 
 def parse_block(block: Block, parser: Any) -> list[Any]:
-    """Parse each line with a `DocumentParser` or a `ChatParser`; a newline at the end does not start another line."""
+    """Parse each line of a block with a `DocumentParser` or a `ChatParser`; return documents and refusals."""
     if block is None:
         return [Refusal(TOO_LONG_A_LINE)]
     if isinstance(block, dict):
@@ -227,16 +232,16 @@ def parse_block(block: Block, parser: Any) -> list[Any]:
     if isinstance(block, WholeText):
         return [parser.parse_text(*block)]
     lines = block.split(b"\n")
-    if not lines[-1]:
+    if not lines[-1]:  # the block ended in a line feed, which does not start another line
         lines.pop()
     return list(map(parser.parse, lines))
 
 
 class DocumentFile:
-    """One input file, read once from start to end; counts and hashes its bytes as they are on disk.
+    """One input file, read once from start to end; its bytes on disk are counted and hashed on the way.
 
     Args:
-        columns: returns the columns of a Parquet file to read, by its path and its schema.
+        columns: takes the path and the schema of a Parquet file, and returns the names of the columns to read.
     """
 
     def __init__(self, path: InputFile, columns: Callable[[InputFile, Any], list[str]]) -> None:
@@ -247,18 +252,18 @@ class DocumentFile:
 
     @property
     def sha256(self) -> str:
-        """Hexadecimal SHA-256 of the bytes read so far; of the whole file once `blocks` is exhausted."""
+        """Return the hexadecimal SHA-256 of the bytes read so far: of the whole file once `blocks` is exhausted."""
         return self._digest.hexdigest()
 
     def blocks(self, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-        """Yield all its lines, in blocks of about `block_bytes` uncompressed bytes (more where one line is longer).
+        """Yield all lines of the file, in blocks of about `block_bytes` uncompressed bytes; a longer line is one block.
 
         Every member of a concatenated gzip file and every frame of a zstd file is read.
 
         Raises:
             CorruptError: a compressed or Parquet file is truncated or damaged.
-            InputError: the file cannot be opened, or has no text column.
-            OSError: the system fails to read it; the error names it.
+            InputError: the file cannot be opened, is a JSON array, or has no text column.
+            OSError: the system fails to read the file; the error names the file.
         """
         with naming(str(self.path)):
             if self.path.name.endswith(PARQUET_SUFFIX):
@@ -270,56 +275,53 @@ class DocumentFile:
 
     def _whole_text(self, block_bytes: int) -> Iterator[Block]:
         pieces: list[bytes] = []
-        read = 0
+        size = 0
         with self._open() as raw, _decompressed(self.path, _Counted(raw, self)) as stream:
             while piece := stream.read(block_bytes):
-                read += len(piece)
+                size += len(piece)
                 pieces.append(piece)
-                if read > MAX_LINE_BYTES:  # the rest is read for its hash alone
+                if size > MAX_LINE_BYTES:  # the remaining bytes are only hashed
                     pieces.clear()
-        yield None if read > MAX_LINE_BYTES else WholeText(b"".join(pieces), recorded_path(self.path))
+        yield None if size > MAX_LINE_BYTES else WholeText(b"".join(pieces), recorded_path(self.path))
 
     def _line_blocks(self, block_bytes: int) -> Iterator[Block]:
         with self._open() as raw, _decompressed(self.path, _Counted(raw, self)) as stream:
-            pending: list[bytes] = []
-            size = 0
-            skipping = False
+            pending: list[bytes] = []  # chunks of a line whose end has not been read
+            pending_bytes = 0
+            is_skipping = False  # the rest of a line that is too long
             for number, chunk in enumerate(iter(partial(stream.read, block_bytes), b"")):
                 if number == 0:
                     _refuse_array(self.path, chunk)
-                end = chunk.rfind(b"\n") + 1
-                if skipping:
-                    start = chunk.find(b"\n") + 1
-                    if not start:
+                if is_skipping:
+                    _, line_feed, chunk = chunk.partition(b"\n")
+                    if not line_feed:
                         continue
-                    skipping, chunk, end = False, chunk[start:], max(0, end - start)
+                    is_skipping = False
                     yield None
+                end = chunk.rfind(b"\n") + 1
                 if end:
                     yield b"".join([*pending, chunk[:end]])
-                    pending, size, chunk = [], 0, chunk[end:]
+                    pending, pending_bytes, chunk = [], 0, chunk[end:]
                 pending.append(chunk)
-                size += len(chunk)
-                if size > MAX_LINE_BYTES:
-                    pending, size, skipping = [], 0, True
-            if skipping:
+                pending_bytes += len(chunk)
+                if pending_bytes > MAX_LINE_BYTES:
+                    pending, pending_bytes, is_skipping = [], 0, True
+            if is_skipping:
                 yield None
             elif rest := b"".join(pending):
                 yield rest
 
     def _row_blocks(self) -> Iterator[Block]:
-        # Imported here: it costs a fifth of a second and 50 MB, which JSON lines do not need.
-        import pyarrow
-        from pyarrow import parquet
-
         with self._open() as raw:
             try:
                 file = parquet.ParquetFile(raw, pre_buffer=False, buffer_size=BLOCK_BYTES)
                 names = self._columns(self.path, file.schema_arrow)
-                for batch in file.iter_batches(_rows_a_block(file.metadata, names), columns=names, use_threads=False):
+                num_rows = _rows_per_block(file.metadata, names)
+                for batch in file.iter_batches(num_rows, columns=names, use_threads=False):
                     self.bytes_read = max(self.bytes_read, raw.tell())
                     yield dict(zip(batch.schema.names, batch.columns, strict=True))
             except (pyarrow.ArrowException, OSError) as error:
-                if getattr(error, "errno", None) is not None:  # the system's, and not pyarrow's
+                if getattr(error, "errno", None) is not None:  # raised by the system, not by pyarrow
                     raise
                 raise _damaged(self.path, "Parquet", " ".join(str(error).split())) from error
             # Parquet is not read in order: it is hashed in a separate pass.
@@ -337,49 +339,51 @@ class DocumentFile:
             raise InputError(f"{self.path} cannot be read: {error.strerror}") from error
 
     def count(self, data: memoryview) -> None:
-        """Count and hash `data`, read from the disk."""
+        """Count and hash bytes that were read from the disk."""
         self.bytes_read += len(data)
         self._digest.update(data)
 
 
 def _refuse_array(path: InputFile, start: bytes) -> None:
-    """Raise InputError for a file that begins as one JSON array of objects does, and not as lines with one each."""
-    line, _, rest = start.lstrip().partition(b"\n")
-    if ARRAY.match(start) and not (line.rstrip().endswith(b"]") and rest.strip()):
+    """Raise InputError if a file begins with a JSON array of objects that is not complete on one of several lines."""
+    first_line, _, other_lines = start.lstrip().partition(b"\n")
+    is_line_of_many = first_line.rstrip().endswith(b"]") and other_lines.strip()
+    if ARRAY_OF_OBJECTS.match(start) and not is_line_of_many:
         raise InputError(f"{path} is one JSON array, and not an object a line; write a line for each, by jq -c '.[]'")
 
 
 class _Counted(io.RawIOBase):
-    """The file under a decompressor; reports every byte that passes to the DocumentFile."""
+    """A raw file whose bytes are counted by a `DocumentFile` when a decompressor reads them."""
 
-    def __init__(self, raw: Any, owner: DocumentFile) -> None:
+    def __init__(self, raw: Any, counter: DocumentFile) -> None:
         self._raw = raw
-        self._owner = owner
+        self._counter = counter
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         size: int = self._raw.readinto(buffer)
-        self._owner.count(memoryview(buffer)[:size])
+        self._counter.count(memoryview(buffer)[:size])
         return size
 
 
 @contextmanager
 def _decompressed(path: InputFile, raw: _Counted) -> Iterator[Any]:
-    """Yield the uncompressed bytes of a file. Reading past damage raises CorruptError."""
-    if (kind := COMPRESSIONS.get(path.suffix)) is None:
+    """Yield a stream of the uncompressed bytes of a file. To read over damage in the stream raises CorruptError."""
+    kind = COMPRESSIONS.get(path.suffix)
+    if kind is None:
         yield raw
         return
-    stream, damage = _decompressor(kind, raw)
+    stream: Any = igzip.IGzipFile(fileobj=raw) if kind == "gzip" else _ZstdFrames(raw)
     try:
         yield stream
-        if not path.stat().st_size:  # it has not even a header, of which igzip says nothing
+        if not path.stat().st_size:  # igzip takes an empty file, which lacks even a header, for empty text
             raise EOFError
     except EOFError as error:
         raise CorruptError(f"{path} is truncated, its {kind} stream has no end; fetch it again") from error
-    except damage as error:
-        if getattr(error, "errno", None) is not None:  # the system's
+    except (igzip.BadGzipFile, IsalError, zstd.ZstdError) as error:  # type: ignore[misc]  # IsalError's stub
+        if getattr(error, "errno", None) is not None:  # raised by the system
             raise
         raise _damaged(path, kind, error) from error
 
@@ -388,63 +392,49 @@ def _damaged(path: InputFile, kind: str, reason: object) -> CorruptError:
     return CorruptError(f"{path} is damaged ({reason}), not a complete {kind} file; fetch it again")
 
 
-def _decompressor(kind: str, raw: _Counted) -> tuple[Any, type[Exception] | tuple[type[Exception], ...]]:
-    """Return a stream of the uncompressed bytes, and the errors that damage raises."""
-    if kind == "gzip":
-        return igzip.IGzipFile(fileobj=raw), (igzip.BadGzipFile, IsalError)  # type: ignore[return-value]  # IsalError's stub
-    if sys.version_info >= (3, 14):  # no other documents need it
-        from compression import zstd
-    else:
-        from backports import zstd
-    return _ZstdFrames(raw, zstd.ZstdDecompressor), zstd.ZstdError
-
-
 class _ZstdFrames:
-    """Frames of zstd one behind the other: the standard library's own file ends silently at a damaged one."""
+    """The uncompressed bytes of consecutive zstd frames. The standard library's reader ends silently at damage."""
 
-    def __init__(self, raw: _Counted, decompressor: Callable[[], Any]) -> None:
-        self._raw, self._decompressor = raw, decompressor
-        self._stream = decompressor()
+    def __init__(self, raw: _Counted) -> None:
+        self._raw, self._frame = raw, zstd.ZstdDecompressor()
 
     def read(self, size: int) -> bytes:
-        """Return at most `size` bytes; none at the end.
-
-        Raises:
-            EOFError: the last stream has no end.
-        """
+        """Return at most `size` bytes, and none at the end. Raises EOFError if the last frame is not complete."""
         output = b""
         while not output:
             data = b""
-            if self._stream.eof:
-                if not (data := self._stream.unused_data or self._raw.read(BLOCK_BYTES)):
+            if self._frame.eof:
+                data = self._frame.unused_data or self._raw.read(BLOCK_BYTES)
+                if not data:
                     break
-                self._stream = self._decompressor()
-            elif self._stream.needs_input and not (data := self._raw.read(BLOCK_BYTES)):
-                raise EOFError
-            output = self._stream.decompress(data, size)
+                self._frame = zstd.ZstdDecompressor()
+            elif self._frame.needs_input:
+                data = self._raw.read(BLOCK_BYTES)
+                if not data:
+                    raise EOFError
+            output = self._frame.decompress(data, size)
         return output
 
 
-def _rows_a_block(metadata: Any, names: Sequence[str]) -> int:
-    """Return how many rows of these columns fit in a block where they are longest: memory must not depend on them."""
-    longest = 1.0
+def _rows_per_block(metadata: Any, names: Sequence[str]) -> int:
+    """Return how many rows fit into a block, by the longest rows of the file: memory must not depend on the rows."""
+    max_row_bytes = 1.0
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
-        sizes = [
+        group_bytes = sum(
             column.total_uncompressed_size
             for column in map(group.column, range(group.num_columns))
             if any(f"{column.path_in_schema}.".startswith(f"{name}.") for name in names)  # columns may be nested
-        ]
-        longest = max(longest, sum(sizes) / max(1, group.num_rows))
-    return max(1, min(ROWS_A_BLOCK, int(BLOCK_BYTES / longest)))
+        )
+        max_row_bytes = max(max_row_bytes, group_bytes / max(1, group.num_rows))
+    return max(1, min(MAX_ROWS_PER_BLOCK, int(BLOCK_BYTES / max_row_bytes)))
 
 
-def read_documents(path: Path, text_field: str = "text") -> Iterator[str | Refusal]:
-    """Yield the text of each line of one file, or the refusal of the line.
+def read_documents(path: Path) -> Iterator[str | Refusal]:
+    """Yield the text on each line of a file of documents, or the refusal of the line.
 
-    Raises:
-        CorruptError, InputError, OSError: as `DocumentFile.blocks`.
+    Raises CorruptError, InputError or OSError if the file is damaged or cannot be read.
     """
-    parser = DocumentParser(text_field)
+    parser = DocumentParser()
     for block in DocumentFile(path, parser.columns).blocks():
         for outcome in parse_block(block, parser):
             yield outcome if isinstance(outcome, Refusal) else outcome.text

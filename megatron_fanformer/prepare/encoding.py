@@ -1,15 +1,15 @@
-"""Token ids of documents, and of token files: by gigatoken where it can be trusted, by the exact library elsewhere.
+"""Token ids of documents and of token files.
 
-Two libraries that implement one tokenizer differ in the characters that later versions of Unicode added, and in how
-those combine. So each character is given to both, and a text with one that makes a difference goes to the exact
-library. Both are then compared on texts that are known to be hard, and, while documents are encoded, on samples.
+gigatoken is several times as fast as the exact library (tokenizers or sentencepiece), but the two differ on characters
+that later versions of Unicode added, and on how these combine. So both are given each character by itself, and texts
+with a character on which they differ go to the exact library. Both are then compared on texts that are known to be
+hard and, while documents are encoded, on samples.
 
-Texts are UTF-8 bytes here: gigatoken takes them as they are; Python strings cost as much again to join and convert.
-Worker processes are spawned and import this module, so nothing here may import torch or megatron-core: that would cost
-each of them seconds.
+Texts are UTF-8 bytes here, as gigatoken takes them: to join and convert Python strings would double the cost. Spawned
+worker processes import this module, so it must not import torch or megatron-core: that would cost each of them seconds.
 """
 
-import os
+import operator
 import random
 import re
 from collections import deque
@@ -23,49 +23,49 @@ from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
+import psutil
 
 from megatron_fanformer.data.manifest import Encoding, Settings, TokenizerRecord
 from megatron_fanformer.data.token_files import NUMPY_MAGIC
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_fanformer.durable_files import naming
 from megatron_fanformer.errors import CorruptError, InputError
-from megatron_fanformer.prepare.documents import Block, DocumentParser, Refusal, parse_block
+from megatron_fanformer.prepare.documents import Block, Document, DocumentParser, Refusal, parse_block
 from megatron_fanformer.prepare.verb import Backend
 
 GIGATOKEN = "gigatoken"
-# gigatoken caches every word that it meets. Once it has taken this much memory it is loaded again, but not before
-# this much text has gone through, so that the cost of loading does not matter.
+# gigatoken caches every word that it meets. It is loaded anew once the cache has taken so much memory and it has
+# encoded so much text, beside which the cost of loading does not matter.
 CACHE_BYTES = 160 << 20
 CACHE_TEXT_BYTES = 16 << 20
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-# Less input is encoded sooner than gigatoken is compared with the exact library, which takes half a second.
+# Less input is not worth the half second in which gigatoken is compared with the exact library.
 SMALL_INPUT_BYTES = 4 << 20
 SMALL_INPUT = "the input is small"
-MAX_DOUBTFUL_PIECES = 8  # each is searched for in every text
-# In one of every so many blocks, the first document, or so much of it, is also encoded by the exact library.
+MAX_DOUBTFUL_PIECES = 8  # every text is searched for all of them
+# In one of so many blocks, the exact library also encodes the first document, up to so many characters.
 CHECKED_BLOCKS = 8
 CHECKED_CHARACTERS = 4_000
-# A text of more characters is cut, at these places: no library joins a word to the space that follows it.
+# A text of more characters is cut between a word and the space after it, which hardly any tokenizer joins.
 PIECE_CHARACTERS = 1 << 18
 CUT = re.compile(r"(?<=[A-Za-z0-9])(?= [A-Za-z0-9])")
 ASCII = 127
 CODE_POINTS = 0x110000
-# The parts of the planes that texts are made of: everything else is rare, and always goes to the exact library.
+# The characters given to both libraries. All others are rare, and always go to the exact library.
 PROBED = (range(0, 0xD800), range(0xF900, 0x10000), range(0x1D400, 0x1D800), range(0x1F000, 0x1FC00))
-# Between letters and digits: reveals its class. Between U+0345 and U+0334, whose combining classes are the highest
-# and the lowest: a character with a class between them is reordered with one.
+# Letters and digits around a character reveal its category. U+0345 and U+0334 have the highest and the lowest combining
+# class: between them, a character that combines changes places with one of the two.
 SURROUNDINGS = "a{0}b 1{0}2 a\u0345{0}\u0334"
-ROW = 64  # characters that are tried together first, which is faster
+ROW = 64  # so many characters are compared together, and one by one only if the ids differ
 BLOCK_TOKENS = 1 << 22
-# A file without any end of text was made by another tokenizer, and must not be held in memory as one document.
+# A longer document is an error: another tokenizer made the file, and it must not be held in memory as one document.
 MAX_DOCUMENT_TOKENS = 1 << 26
 
 EncodeAll = Callable[[Sequence[str]], Sequence[Sequence[int]]]
-"""Returns the ids of each text."""
+"""Takes texts, and returns the ids of each."""
 
 
 class Gigatoken:
-    """gigatoken, on the calling thread."""
+    """A tokenizer of the library gigatoken, for one thread; it bounds the memory of the library's cache."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -74,36 +74,30 @@ class Gigatoken:
     def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """Return the ids of each text."""
         self._text_left -= sum(map(len, texts))
-        if self._text_left < 0 and _resident_bytes() > self._resident_limit:
+        if self._text_left < 0 and psutil.Process().memory_info().rss > self._resident_limit:
             self._load()
-        # One by one: its encode_batch imports awkward, for 0.6 s of CPU, and saves some 2 µs for a text.
+        # gigatoken's own encode_batch would save some 2 µs per text, but imports awkward, for 0.6 s of CPU.
         return [self._tokenizer.encode(text) for text in texts]
 
     def _load(self) -> None:
-        # Imported here: whoever does without gigatoken need not wait for it.
-        import gigatoken
+        import gigatoken  # an optional dependency
 
         data = self._path.read_bytes()
         load = gigatoken.Tokenizer.from_json if self._path.suffix == ".json" else gigatoken.Tokenizer.from_sentencepiece
-        self._tokenizer: Any = None  # frees the one before first
+        self._tokenizer: Any = None  # frees the old cache before the new one grows
         self._tokenizer = load(data)
         self._text_left = CACHE_TEXT_BYTES
-        self._resident_limit = _resident_bytes() + CACHE_BYTES
-
-
-def _resident_bytes() -> int:
-    with open("/proc/self/statm", "rb") as file:
-        return int(file.read().split()[1]) * PAGE_BYTES
+        self._resident_limit = psutil.Process().memory_info().rss + CACHE_BYTES
 
 
 @dataclass(frozen=True)
 class Trust:
-    """The texts that gigatoken is trusted with."""
+    """States which texts gigatoken encodes as the exact library does."""
 
     characters: np.ndarray
     """[0x110000] bool: the trusted characters."""
     doubtful_pieces: list[bytes]
-    """Special pieces that it encodes differently where a text contains them literally."""
+    """Special pieces on which the two libraries differ if a text contains them literally."""
 
     def covers(self, text: bytes) -> bool:
         """Return whether gigatoken is trusted with a text."""
@@ -117,10 +111,10 @@ class Trust:
 
 
 class IdEncoder:
-    """Encodes texts on one thread: by gigatoken those that it is trusted with, the others by the exact library.
+    """Encodes texts on one thread, by gigatoken if it is trusted with them, otherwise by the exact library.
 
-    The exact library takes up to 170 bytes per byte of text, so a long text goes through it in pieces, cut before
-    single spaces between words, unless cuts at all such places change the ids of its beginning.
+    The exact library takes up to 170 bytes of memory per byte of text. So it is given a long text in pieces, cut before
+    single spaces between words, unless such cuts change the ids of the beginning of the text.
     """
 
     def __init__(self, exact: Tokenizer, fast: Gigatoken | None = None, trust: Trust | None = None) -> None:
@@ -128,10 +122,14 @@ class IdEncoder:
         self._fast, self._trust = fast, trust
 
     def encode_block(self, number: int, texts: Sequence[bytes], name: str) -> list[np.ndarray]:
-        """Return the ids of each text of a file's `number`-th block, whose first document is called `name`.
+        """Return the ids of each text in a block of a file; compare the first text's with the exact library's at times.
+
+        Args:
+            number: the number of the block in the file, from 0.
+            name: the first document's name, for the error message.
 
         Raises:
-            InputError: the exact library gives other ids to the first text.
+            InputError: the two libraries differ.
         """
         if self._fast is not None and texts and number % CHECKED_BLOCKS == 0:
             beginning = texts[0].decode()[:CHECKED_CHARACTERS]
@@ -146,31 +144,29 @@ class IdEncoder:
         """Return the ids of each text, in an unsigned type."""
         if self._fast is None or self._trust is None:
             return self._encode_exactly(texts)
-        trusted = list(map(self._trust.covers, texts))
-        fast = iter(self._fast.encode_batch(list(compress(texts, trusted))))
-        exact = iter(
-            self._encode_exactly([text for text, is_trusted in zip(texts, trusted, strict=True) if not is_trusted])
-        )
-        return [next(fast if is_trusted else exact) for is_trusted in trusted]
+        are_trusted = list(map(self._trust.covers, texts))
+        fast_rows = iter(self._fast.encode_batch(list(compress(texts, are_trusted))))
+        exact_rows = iter(self._encode_exactly(list(compress(texts, map(operator.not_, are_trusted)))))
+        return [next(fast_rows if is_trusted else exact_rows) for is_trusted in are_trusted]
 
     def _encode_exactly(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         decoded = [text.decode() for text in texts]
-        short = iter(self.exact.encode_batch([text for text in decoded if len(text) <= PIECE_CHARACTERS]))
+        short_rows = iter(self.exact.encode_batch([text for text in decoded if len(text) <= PIECE_CHARACTERS]))
         return [
-            np.array(next(short), np.uint32) if len(text) <= PIECE_CHARACTERS else self._encode_long(text)
+            np.array(next(short_rows), np.uint32) if len(text) <= PIECE_CHARACTERS else self._encode_long(text)
             for text in decoded
         ]
 
     def _encode_long(self, text: str) -> np.ndarray:
         beginning, pieces = text[:PIECE_CHARACTERS], [text]
-        words = self.exact.encode_batch(list(_pieces(beginning, 1)))
-        if list(chain.from_iterable(words)) == self.exact.encode(beginning):
-            pieces = list(_pieces(text, PIECE_CHARACTERS))
+        ids_of_words = self.exact.encode_batch(list(_cut(beginning, 1)))
+        if list(chain.from_iterable(ids_of_words)) == self.exact.encode(beginning):
+            pieces = list(_cut(text, PIECE_CHARACTERS))
         return np.concatenate([np.array(self.exact.encode(piece), np.uint32) for piece in pieces])
 
 
-def _pieces(text: str, length: int) -> Iterator[str]:
-    """Yield the text in pieces of at least `length` characters, except the last."""
+def _cut(text: str, length: int) -> Iterator[str]:
+    """Cut a text before single spaces between words; yield pieces of at least `length` characters, except the last."""
     start = 0
     while cut := CUT.search(text, start + length):
         yield text[start : cut.start()]
@@ -183,28 +179,27 @@ def _pieces(text: str, length: int) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class EncoderChoice:
-    """The library that computes the ids; all that a process needs to make its own encoder."""
+    """The library that computes the ids, and what a worker process needs to load it."""
 
     tokenizer: str
     eod_id: int
     encoding: Encoding
     trust: Trust | None = None
-    """Texts that gigatoken is trusted with; None where it is not used."""
+    """Texts that gigatoken is trusted with; None if it is not used."""
 
-    def make(self) -> IdEncoder:
-        """Return an encoder for the calling thread alone."""
+    def make_encoder(self) -> IdEncoder:
+        """Load the library; return an encoder for one thread."""
         exact = load_tokenizer(self.tokenizer, eod_id=self.eod_id)
         return IdEncoder(exact, Gigatoken(exact.path) if self.trust else None, self.trust)
 
 
 def choose_encoder(tokenizer: Tokenizer, backend: Backend, input_bytes: int) -> EncoderChoice:
-    """Choose the library that computes the ids of `tokenizer`, and compare gigatoken with the exact one.
+    """Choose the library that computes the ids.
 
-    `auto` uses gigatoken if it can read the tokenizer and there is enough input to be worth the comparison. If its
-    ids differ on texts that are known to be hard, the exact library is used instead, and the choice says why.
+    `auto` stands for gigatoken, except for small inputs, or if gigatoken cannot read the tokenizer or gives other ids
+    than the exact library to hard texts. The choice says why gigatoken is not used.
 
-    Raises:
-        InputError: the backend is not this tokenizer's, or cannot read it.
+    Raises InputError if the stated backend cannot read the tokenizer, or gigatoken is stated and gives other ids.
     """
     exact = "tokenizers" if tokenizer.path.suffix == ".json" else "sentencepiece"
 
@@ -218,61 +213,66 @@ def choose_encoder(tokenizer: Tokenizer, backend: Backend, input_bytes: int) -> 
         return choice(exact)
     if backend == "auto" and input_bytes < SMALL_INPUT_BYTES:
         return choice(exact, SMALL_INPUT)
-    trust = trust_or_reason(tokenizer)
+    trust = compare_gigatoken(tokenizer)
     if isinstance(trust, Trust):
         return choice(GIGATOKEN, trust=trust)
     if backend == GIGATOKEN:
         raise InputError(f"gigatoken cannot be used for {tokenizer.path} ({trust}); set backend to auto")
-    return choice(exact, trust)
+    return choice(exact, reason=trust)
 
 
-def trust_or_reason(exact: Tokenizer) -> Trust | str:
+def compare_gigatoken(exact: Tokenizer) -> Trust | str:
     """Return the texts that gigatoken is trusted with, or the reason not to use it; takes half a second."""
     if find_spec(GIGATOKEN) is None:
         return "gigatoken is not installed; pip install 'megatron_fanformer[fast]'"
     try:
-        fast = Gigatoken(exact.path)
-        pieces = [p for p in exact.special_pieces if not all(_same(_with_piece(p), _rows(fast), exact.encode_batch))]
-        if len(pieces) > MAX_DOUBTFUL_PIECES:
-            return f"gigatoken takes {len(pieces)} special pieces otherwise, {pieces[0]!r} first"
-        trust = Trust(trusted_characters(_rows(fast), exact.encode_batch), [piece.encode() for piece in pieces])
-        if not trust.characters[: ASCII + 1].all():
+        fast, special_pieces = Gigatoken(exact.path), exact.special_pieces
+        encode_fast = _as_encode_all(fast)
+        equal_on = {piece: _compare(_texts_around(piece), encode_fast, exact.encode_batch) for piece in special_pieces}
+        doubtful_pieces = [piece for piece in special_pieces if not all(equal_on[piece])]
+        if len(doubtful_pieces) > MAX_DOUBTFUL_PIECES:
+            return f"gigatoken takes {len(doubtful_pieces)} special pieces otherwise, {doubtful_pieces[0]!r} first"
+        characters = trusted_characters(encode_fast, exact.encode_batch)
+        if not characters[: ASCII + 1].all():
             return "gigatoken's ids differ on ASCII characters"
-        texts = list(hard_texts(exact.special_pieces))
-        same = _same(texts, _rows(IdEncoder(exact, fast, trust)), exact.encode_batch)
+        trust = Trust(characters, [piece.encode() for piece in doubtful_pieces])
+        texts = list(hard_texts(special_pieces))
+        are_equal = _compare(texts, _as_encode_all(IdEncoder(exact, fast, trust)), exact.encode_batch)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # its panics are not subclasses of Exception
+    except BaseException as error:  # gigatoken's panics are not subclasses of Exception
         return f"gigatoken cannot read it: {' '.join(str(error).split())}"
-    return trust if all(same) else f"gigatoken's ids differ on {texts[same.index(False)][:40]!a}"
+    return trust if all(are_equal) else f"gigatoken's ids differ on {texts[are_equal.index(False)][:40]!a}"
 
 
 def trusted_characters(fast: EncodeAll, exact: EncodeAll) -> np.ndarray:
-    """Return [0x110000] bool: the characters that both libraries treat alike."""
-    trusted = np.zeros(CODE_POINTS, bool)
+    """Return [0x110000] bool: whether both libraries give the same ids to texts with a character."""
+    are_trusted = np.zeros(CODE_POINTS, bool)
     codes = list(chain.from_iterable(PROBED))
     rows = [codes[start : start + ROW] for start in range(0, len(codes), ROW)]
-    texts = [[SURROUNDINGS.format(chr(code)) for code in row] for row in rows]
-    for row, singles, is_same in zip(rows, texts, _same(["".join(row) for row in texts], fast, exact), strict=True):
-        trusted[row] = True if is_same else _same(singles, fast, exact)
-    return trusted
+    texts_of_rows = [[SURROUNDINGS.format(chr(code)) for code in row] for row in rows]
+    are_rows_equal = _compare(["".join(texts) for texts in texts_of_rows], fast, exact)
+    for row, texts, is_row_equal in zip(rows, texts_of_rows, are_rows_equal, strict=True):
+        are_trusted[row] = True if is_row_equal else _compare(texts, fast, exact)
+    return are_trusted
 
 
-def _with_piece(piece: str) -> list[str]:
-    return [piece, f"x{piece}y", f" {piece} ", piece + piece, piece[:-1], f"{piece}\u0301"]
+def _compare(texts: Sequence[str], fast: EncodeAll, exact: EncodeAll) -> list[bool]:
+    """Return, for each text, whether both libraries give the same ids."""
+    return [list(fast_ids) == list(ids) for fast_ids, ids in zip(fast(texts), exact(texts), strict=True)]
 
 
-def _same(texts: Sequence[str], fast: EncodeAll, exact: EncodeAll) -> list[bool]:
-    return [list(one) == list(other) for one, other in zip(fast(texts), exact(texts), strict=True)]
-
-
-def _rows(encoder: Gigatoken | IdEncoder) -> EncodeAll:
+def _as_encode_all(encoder: Gigatoken | IdEncoder) -> EncodeAll:
     return lambda texts: [row.tolist() for row in encoder.encode_batch([text.encode() for text in texts])]
 
 
+def _texts_around(piece: str) -> list[str]:
+    return [piece, f"x{piece}y", f" {piece} ", piece + piece, piece[:-1], f"{piece}\u0301"]
+
+
 def hard_texts(pieces: Sequence[str]) -> Iterator[str]:
-    """Yield texts on which tokenizers go wrong, also with the special pieces in them; the same on every call."""
-    yield from chain.from_iterable(map(_with_piece, pieces))
+    """Yield texts that tokenizers often get wrong, some with these special pieces; the same texts on every call."""
+    yield from chain.from_iterable(map(_texts_around, pieces))
     yield from ("", " ", "\r\n", "a\r\nb\r\n\r\n c\r", "\ta\t\tb", "\x00\x01 abc\x7f\x80\x9f", "\u2028\u2029\x85")
     yield from ("👨\u200d👩\u200d👧\u200d👦", "🏳\ufe0f\u200d🌈", "👍🏽", "🇩🇪🇫🇷🇮", "'s 't 're 've 'm 'll 'd 'S 'LL ''s")
     for part in ("a", " ", "\n", "\t ", "é", "日本語", "1", "!?", "\u0301", "a\u0301\u0323", "ab "):
@@ -289,53 +289,53 @@ def hard_texts(pieces: Sequence[str]) -> Iterator[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedBlock:
-    """The result of one block of lines: lines == documents + refusals."""
+    """The encoded documents of a block of lines, and its refused lines: lines == documents + refusals."""
 
     lines: int
     tokens: np.ndarray
-    """The documents' tokens one after the other, each ended by the end-of-text id; conversations end as rendered."""
+    """All ids, one document after the other; a document ends with the end-of-text id, a conversation as rendered."""
     lengths: np.ndarray
-    """[documents] int32: the tokens of each, including the end-of-text id."""
+    """[documents] int32: the number of ids of each document, with the end-of-text id."""
     numbers: list[int]
-    """Each document's line in the block, from 0."""
+    """The number of each document's line in the block, from 0."""
     ids: Sequence[str | None]
     sources: Sequence[str | None]
     text_bytes: int
     """UTF-8 bytes of the documents' text."""
     refusals: list[tuple[int, str]]
-    """Refused lines: the line in the block, from 0, and the reason."""
+    """The number of each refused line in the block, from 0, and the reason."""
     mask: np.ndarray | None = None
-    """For conversations, [tokens] uint8: 1 where the token is learned."""
+    """For conversations, [tokens] uint8: 1 for a token that is learned, otherwise 0."""
     learned: Sequence[int] = ()
-    """For conversations: learned tokens of each."""
+    """For conversations: the number of learned tokens in each."""
     is_cut: Sequence[bool] = ()
-    """For conversations: whether each lost its end."""
+    """For conversations: whether the end of each was cut off."""
 
 
-def encoded_block(outcomes: Sequence[Any], **tokens: Any) -> EncodedBlock:
-    """Return the result of a block, of the outcome of each of its lines and the facts about its tokens."""
-    kept = [(number, one) for number, one in enumerate(outcomes) if not isinstance(one, Refusal)]
+def encoded_block(outcomes: Sequence[Any], **token_fields: Any) -> EncodedBlock:
+    """Return an encoded block, with the fields about lines made from the outcome of each: a document or a refusal."""
+    documents = {number: outcome for number, outcome in enumerate(outcomes) if not isinstance(outcome, Refusal)}
     return EncodedBlock(
         lines=len(outcomes),
-        numbers=[number for number, _ in kept],
-        ids=[one.id for _, one in kept],
-        sources=[one.source for _, one in kept],
-        refusals=[(number, one.reason) for number, one in enumerate(outcomes) if isinstance(one, Refusal)],
-        **tokens,
+        numbers=list(documents),
+        ids=[document.id for document in documents.values()],
+        sources=[document.source for document in documents.values()],
+        refusals=[(number, line.reason) for number, line in enumerate(outcomes) if isinstance(line, Refusal)],
+        **token_fields,
     )
 
 
 class BlockEncoder:
-    """Parse and tokenize blocks of documents, on one thread at a time."""
+    """Parses and tokenizes blocks of documents, on one thread at a time."""
 
     def __init__(self, choice: EncoderChoice, settings: Settings) -> None:
         self.parser = DocumentParser(settings.text_field)
-        self._encoder = choice.make()
+        self._encoder = choice.make_encoder()
         self._eod_id = choice.eod_id
         self._dtype = np.dtype(settings.dtype)
 
     def encode(self, number: int, block: Block) -> EncodedBlock:
-        """Encode the documents of `block`, the file's `number`-th, in order."""
+        """Encode the documents of a file's block; blocks are numbered from 0."""
         outcomes = parse_block(block, self.parser)
         documents = [outcome for outcome in outcomes if not isinstance(outcome, Refusal)]
         texts = [document.text.encode() for document in documents]
@@ -349,42 +349,43 @@ class BlockEncoder:
 
 
 def encode_blocks(encoders: Sequence[Any], blocks: Iterable[Block]) -> Iterator[EncodedBlock]:
-    """Yield the encoded blocks of a file, in order, by a thread for each encoder; a few are in progress at a time."""
+    """Encode the blocks of a file, with one thread for each encoder; yield the results in the order of the blocks."""
     if len(encoders) == 1:
         yield from map(encoders[0].encode, count(), blocks)
         return
-    free: SimpleQueue[Any] = SimpleQueue()
+    idle_encoders: SimpleQueue[Any] = SimpleQueue()
     for encoder in encoders:
-        free.put(encoder)
+        idle_encoders.put(encoder)
 
     def encode(number: int, block: Block) -> EncodedBlock:
-        encoder = free.get()
+        """Encode a block with an encoder that no other thread uses."""
+        encoder = idle_encoders.get()
         try:
             return encoder.encode(number, block)
         finally:
-            free.put(encoder)
+            idle_encoders.put(encoder)
 
-    under_way: deque[Future[EncodedBlock]] = deque()
+    in_progress: deque[Future[EncodedBlock]] = deque()
     with ThreadPoolExecutor(len(encoders)) as pool:
         for number, block in enumerate(blocks):
-            under_way.append(pool.submit(encode, number, block))
-            if len(under_way) > len(encoders):
-                yield under_way.popleft().result()
-        while under_way:
-            yield under_way.popleft().result()
+            in_progress.append(pool.submit(encode, number, block))
+            if len(in_progress) > len(encoders):
+                yield in_progress.popleft().result()
+        while in_progress:
+            yield in_progress.popleft().result()
 
 
 # -- token files
 
 
 def npy_blocks(path: Path, settings: Settings, tokenizer: TokenizerRecord) -> Iterator[EncodedBlock]:
-    """Yield a token file's documents in blocks of whole ones, cut after each end-of-text id; a document is a line.
+    """Yield the documents of a headerless token file, in blocks of whole documents; each document counts as a line.
 
-    Tokens after the last end of text are a document too.
+    A document ends after an end-of-text id, the last one at the end of the file.
 
     Raises:
         CorruptError: the file's size is not a multiple of the token size.
-        InputError: the file has a NumPy header, or an id outside the vocabulary.
+        InputError: the file has a NumPy header, an id outside the vocabulary, or no end-of-text id over a long range.
     """
     dtype = np.dtype(settings.npy_dtype).newbyteorder("<")
     size = path.stat().st_size
@@ -397,16 +398,16 @@ def npy_blocks(path: Path, settings: Settings, tokenizer: TokenizerRecord) -> It
         if file.read(len(NUMPY_MAGIC)) == NUMPY_MAGIC:
             raise InputError(f"{path} has a NumPy header; name headerless token files, as tofile writes them")
     tokens = np.memmap(path, dtype, mode="r") if size else np.empty(0, dtype)
-    start = 0
-    for at in range(0, len(tokens), BLOCK_TOKENS):
-        block = tokens[at : at + BLOCK_TOKENS]
+    start = 0  # of the next document
+    for block_start in range(0, len(tokens), BLOCK_TOKENS):
+        block = tokens[block_start : block_start + BLOCK_TOKENS]
         if (largest := int(block.max())) >= tokenizer.vocab_size:
             raise InputError(
                 f"{path} holds token id {largest}, outside the tokenizer's vocabulary of {tokenizer.vocab_size};"
                 " name the tokenizer that made the tokens"
             )
-        ends = at + 1 + np.flatnonzero(block == tokenizer.eod_id)
-        if len(ends) == 0 and at - start > MAX_DOCUMENT_TOKENS:
+        ends = block_start + 1 + np.flatnonzero(block == tokenizer.eod_id)
+        if len(ends) == 0 and block_start - start > MAX_DOCUMENT_TOKENS:
             raise InputError(
                 f"{path} has no end-of-text id {tokenizer.eod_id} in more than {MAX_DOCUMENT_TOKENS} tokens;"
                 " state the id that ends its documents by --eod-id"
@@ -419,14 +420,6 @@ def npy_blocks(path: Path, settings: Settings, tokenizer: TokenizerRecord) -> It
 
 
 def _token_block(tokens: np.ndarray, lengths: np.ndarray, dtype: str) -> EncodedBlock:
-    nothing = [None] * len(lengths)
-    return EncodedBlock(
-        lines=len(lengths),
-        tokens=tokens.astype(dtype),
-        lengths=lengths.astype(np.int32),
-        numbers=list(range(len(lengths))),
-        ids=nothing,
-        sources=nothing,
-        text_bytes=0,
-        refusals=[],
-    )
+    """Return an encoded block of documents that have no text, id or source."""
+    documents = [Document(text="", id=None, source=None)] * len(lengths)
+    return encoded_block(documents, tokens=tokens.astype(dtype), lengths=lengths.astype(np.int32), text_bytes=0)

@@ -1,4 +1,4 @@
-"""Input files of a preparation: files, folders, glob patterns and lists of them, in one fixed order."""
+"""Input files of a preparation: files, folders, glob patterns, URLs and lists of these, expanded in a fixed order."""
 
 import glob
 import hashlib
@@ -25,34 +25,34 @@ LINE_SUFFIXES, TEXT_SUFFIXES = (
 PARQUET_SUFFIX = ".parquet"
 CHAT_SUFFIXES = (*LINE_SUFFIXES, PARQUET_SUFFIX)
 DOCUMENT_SUFFIXES = (*CHAT_SUFFIXES, *TEXT_SUFFIXES)
-# In a folder these are manifests and ledgers of a preparation, not documents.
+# In a folder these are taken for manifests and ledgers of a preparation, not for documents.
 NOT_SEARCHED_FOR = (".json", ".ledger.parquet")
 
 
 @dataclass(frozen=True)
 class RemoteInput(RemoteFile):
-    """A file on another store, with the part of a Path's interface that preparations use."""
+    """A file on another store, with those methods of `Path` that preparations use."""
 
     def __str__(self) -> str:
         return self.path
 
     @property
     def name(self) -> str:
-        """Return the last part of its URL."""
+        """Return the last part of the URL."""
         return self.url.rpartition("/")[2]
 
     @property
     def suffix(self) -> str:
-        """Return the end of its name, such as .gz."""
+        """Return the end of the name, such as .gz."""
         return Path(self.name).suffix
 
     def stat(self) -> SimpleNamespace:
-        """Return its size, and a hash of its version in the place of the time of its last change."""
-        version = int(hashlib.sha256(str(self.version).encode()).hexdigest()[:15], 16)
-        return SimpleNamespace(st_size=self.size, st_mtime_ns=version)
+        """Return the size, and a hash of the file's version in place of the modification time."""
+        version_hash = int(hashlib.sha256(str(self.version).encode()).hexdigest()[:15], 16)
+        return SimpleNamespace(st_size=self.size, st_mtime_ns=version_hash)
 
     def open(self) -> Any:
-        """Open it for reading. Raises the driver's errors."""
+        """Open the file for reading. Raises the errors of the store's driver."""
         files, path = driver_of(self.url)
         return files.open(path, "rb", block_size=READ_BYTES)
 
@@ -61,9 +61,10 @@ InputFile = Path | RemoteInput
 
 
 def recorded_path(file: InputFile) -> str:
-    """Return the path of an input in manifests and ledgers: its URL, or its absolute path, however it was named.
+    """Return the path of an input file for manifests and ledgers: the URL, or the absolute path.
 
-    Links are kept, as they may lead elsewhere on other machines, unless `..` follows one.
+    Links are not resolved, since they may lead elsewhere on other machines. A path with `..` is resolved: after a link,
+    `..` is not the folder before it in the path.
     """
     if isinstance(file, RemoteInput):
         return str(file)
@@ -72,7 +73,7 @@ def recorded_path(file: InputFile) -> str:
 
 
 def input_sha256(file: InputFile) -> str:
-    """Return the hexadecimal SHA-256 of an input."""
+    """Return the hexadecimal SHA-256 of an input file."""
     if isinstance(file, Path):
         return sha256_of(file)
     with file.open() as stream:
@@ -80,38 +81,38 @@ def input_sha256(file: InputFile) -> str:
 
 
 def expand_inputs(inputs: Iterable[str | Path], suffixes: Sequence[str] = DOCUMENT_SUFFIXES) -> list[InputFile]:
-    """Return the files that `inputs` name, each once, sorted by path; those at URLs come last.
+    """Return the files that `inputs` name, each file once: local files sorted by path, then those at URLs.
 
-    An input is a file, a folder (searched through), a glob pattern, or `@FILE`, a list of these, one per line
-    (empty lines and those that begin with # are skipped); or its URL, of a folder with / at its end. Plain `.json`
-    files are taken only if named.
+    An input is the path or the URL of a file, of a folder (a URL ends in /) or of files that match a glob pattern, or
+    `@FILE`, a list of inputs, one per line. A folder's plain `.json` files are not taken.
 
     Raises:
-        InputError: no input, a path that does not exist, a file of another kind, a folder or a pattern
-            without files, a link to no file, a folder that cannot be read.
+        InputError: there is no input, an input does not exist, cannot be read or is of another kind, a folder or a
+            pattern has no document file, or a link leads to no file.
         FanformerError: a store does not answer.
     """
     forget()
     kinds = tuple(suffixes)
-    here: list[Path] = []
-    there: dict[str, RemoteInput] = {}
-    for name in _with_lists(inputs):
+    local: list[Path] = []
+    remote: dict[str, RemoteInput] = {}
+    for name in _expand_lists(inputs):
         if is_url(name):
-            there |= {file.url: file for file in _expand_url(name, kinds)}
+            remote |= {file.url: file for file in _expand_url(name, kinds)}
         else:
-            here += _expand(name, kinds)
-    chosen: dict[Path, Path] = {}  # by what links lead to
-    for file in sorted(here, key=lambda file: Path(recorded_path(file))):
+            local += _expand_path(name, kinds)
+    by_target: dict[Path, Path] = {}  # of several links to a file, the first alone is taken
+    for file in sorted(local, key=lambda file: Path(recorded_path(file))):
         if not file.is_file():
             kind = "a link to no file" if file.is_symlink() else "no file"
             raise InputError(f"{file} is {kind}, its documents would be missing; put the file there, or remove it")
-        chosen.setdefault(file.resolve(), file)
-    if not (chosen or there):
+        by_target.setdefault(file.resolve(), file)
+    if not (by_target or remote):
         raise InputError("no input; name at least one document file or a folder of them")
-    return [*chosen.values(), *(there[url] for url in sorted(there))]
+    return [*by_target.values(), *(remote[url] for url in sorted(remote))]
 
 
-def _with_lists(inputs: Iterable[str | Path]) -> Iterator[str]:
+def _expand_lists(inputs: Iterable[str | Path]) -> Iterator[str]:
+    """Yield the inputs; in place of `@FILE`, yield the lines of that file that are neither empty nor begin with #."""
     for name in map(str, inputs):
         if not name.startswith("@"):
             yield name
@@ -121,8 +122,9 @@ def _with_lists(inputs: Iterable[str | Path]) -> Iterator[str]:
             content = optional_contents([path])[0] if is_url(path) else Path(path).read_bytes()
             lines = (content or b"").decode(TEXT_ENCODING).splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            reason = f"cannot be read ({error}); name a text file with one path per line"
-            raise InputError(f"the list {path} {reason}") from error
+            raise InputError(
+                f"the list {path} cannot be read ({error}); name a text file with one path per line"
+            ) from error
         yield from (line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
 
 
@@ -130,8 +132,8 @@ def _expand_url(url: str, suffixes: tuple[str, ...]) -> list[RemoteInput]:
     if problem := password_problem("an input", url):
         raise InputError(problem)
     if url.endswith("/"):
-        urls = [file for file in listed(f"{url}**", suffixes) if not file.endswith(NOT_SEARCHED_FOR)]
-    elif glob.has_magic(url) and look_up([url])[0] is None:
+        urls = [file_url for file_url in listed(f"{url}**", suffixes) if not file_url.endswith(NOT_SEARCHED_FOR)]
+    elif glob.has_magic(url) and look_up([url])[0] is None:  # a file of that very name would not be a pattern
         urls = listed(url, suffixes)
     else:
         urls = [url] if url.endswith(suffixes) else []
@@ -144,7 +146,7 @@ def _expand_url(url: str, suffixes: tuple[str, ...]) -> list[RemoteInput]:
     return files
 
 
-def _expand(name: str, suffixes: tuple[str, ...]) -> list[Path]:
+def _expand_path(name: str, suffixes: tuple[str, ...]) -> list[Path]:
     path = Path(name)
     if not path.exists() and glob.has_magic(name):
         matches = [Path(match) for match in glob.glob(name, recursive=True) if match.endswith(suffixes)]
@@ -152,7 +154,7 @@ def _expand(name: str, suffixes: tuple[str, ...]) -> list[Path]:
             raise InputError(f"{name} matches no document file; it must match {', '.join(suffixes)} files")
         return matches
     if path.is_dir():
-        return _search(path, suffixes)
+        return _search_folder(path, suffixes)
     if not path.exists():
         raise InputError(f"{path} does not exist; name an existing document file or folder")
     if suffixes == CHAT_SUFFIXES and path.name.endswith(TEXT_SUFFIXES):
@@ -162,8 +164,9 @@ def _expand(name: str, suffixes: tuple[str, ...]) -> list[Path]:
     return [path]
 
 
-def _search(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    paths = [Path(parent, name) for parent, _, names in os.walk(folder, onerror=_refuse_unread) for name in names]
+def _search_folder(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    """Return the document files in a folder and below, and show how many other files there are."""
+    paths = [Path(parent, name) for parent, _, names in os.walk(folder, onerror=_raise_unreadable) for name in names]
     files = [path for path in paths if path.name.endswith(suffixes) and not path.name.endswith(NOT_SEARCHED_FOR)]
     if not files:
         raise InputError(f"{folder} holds no document file; a folder must hold {', '.join(suffixes)} files")
@@ -172,7 +175,8 @@ def _search(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
     return files
 
 
-def _refuse_unread(error: OSError) -> None:
+def _raise_unreadable(error: OSError) -> None:
+    """Raise InputError for a folder that `os.walk` cannot read, and would skip silently."""
     raise InputError(
         f"{error.filename} cannot be searched ({error.strerror}), its files would be missing; make it readable"
     ) from error

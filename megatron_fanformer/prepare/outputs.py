@@ -1,7 +1,7 @@
-"""The token files of a preparation, assembled from shards in the order of the inputs.
+"""The token files of a preparation, assembled from encoded inputs in the order of the input files.
 
-Files are written in the work folder, and get their names together. Everything is streamed: the index of a billion
-documents is written from a file of their lengths.
+Files are written in the work folder and renamed at the end, the manifest last. Everything is streamed: even the index
+of a billion documents is written from a file of their lengths.
 """
 
 import hashlib
@@ -16,25 +16,25 @@ import numpy as np
 
 from megatron_fanformer.data.chats import IDS_NPY, MASK_NPY, MASK_SUFFIX
 from megatron_fanformer.data.ledger import CUT, LEDGER_SUFFIX, LedgerWriter
-from megatron_fanformer.data.manifest import MANIFEST_SUFFIX, FileRecord, Format, Manifest, Settings, TokenFiles
+from megatron_fanformer.data.manifest import MANIFEST_SUFFIX, FileRecord, Format, Settings, TokenFiles
 from megatron_fanformer.data.token_files import DTYPES, INDEX_HEADER, INDEX_MAGIC
 from megatron_fanformer.durable_files import NO_SPACE, naming, sha256_of, sync
 from megatron_fanformer.errors import FanformerError, InputError
-from megatron_fanformer.prepare.shards import ShardFiles, ShardRecord, WorkFolder
+from megatron_fanformer.prepare.encoded_inputs import EncodedInput, EncodedRecord, WorkFolder
 from megatron_fanformer.stores import is_url
 
 TOKEN_SUFFIXES: dict[Format, str] = {"megatron": ".bin", "npy": ".npy"}
 CHAT_SUFFIXES: dict[Format, tuple[str, str]] = {"megatron": (".bin", MASK_SUFFIX), "npy": (IDS_NPY, MASK_NPY)}
-"""Suffixes of the tokens and the mask of chats."""
-STANDING_SUFFIXES = (".bin", ".npy", ".idx", MASK_SUFFIX, IDS_NPY, MASK_NPY, LEDGER_SUFFIX, MANIFEST_SUFFIX)
-"""The ends of names that an output may have, the manifest's last."""
+"""Suffixes of the tokens and of the mask of conversations."""
+ALL_SUFFIXES = (".bin", ".npy", ".idx", MASK_SUFFIX, IDS_NPY, MASK_NPY, LEDGER_SUFFIX, MANIFEST_SUFFIX)
+"""All suffixes that files of an output may have; the manifest's comes last."""
 INDEX_CHUNK = 1 << 20
 
 
 class Assembler:
-    """The token files of one prefix, written in its work folder.
+    """Writes the token files of one prefix, from one encoded input after the other.
 
-    A row of conversations has length 0 where the line was refused: it is in the ledger, and has no tokens.
+    The row of a refused conversation has length 0: it is in the ledger, but has no tokens.
     """
 
     def __init__(self, prefix: str, settings: Settings, work: WorkFolder) -> None:
@@ -50,14 +50,14 @@ class Assembler:
         self._documents = self._learned_tokens = self._cut = 0
         self._max_token_id = -1
         self.next_input = 0
-        """The input whose shard is to be appended next."""
+        """The number of the input file to append next."""
 
-    def append(self, shard: ShardFiles, record: ShardRecord) -> None:
-        """Append the shard of the next input."""
+    def append(self, encoded: EncodedInput, record: EncodedRecord) -> None:
+        """Append the encoded input number `next_input`."""
         with ExitStack() as files:
-            tokens = files.enter_context(shard.path("tokens").open("rb"))
-            mask = None if self._mask is None else files.enter_context(shard.path("mask").open("rb"))
-            for rows in shard.batches():
+            tokens = files.enter_context(encoded.path("tokens").open("rb"))
+            mask = None if self._mask is None else files.enter_context(encoded.path("mask").open("rb"))
+            for rows in encoded.batches():
                 self._ledger.add(rows, record.input.path, first_token=self._tokens.bytes // self._dtype.itemsize)
                 lengths = rows.column("length").to_numpy()
                 count = int(lengths.sum(dtype=np.int64))
@@ -66,16 +66,14 @@ class Assembler:
                     self._learned_tokens += int(rows.column("learned").to_numpy().sum(dtype=np.int64))
                     self._cut += rows.column("outcome").to_pylist().count(CUT)
                     lengths = lengths[lengths > 0]
-                data = _read(tokens, count * self._dtype.itemsize)
-                self._tokens.write(data)
+                self._tokens.write(_read(tokens, count * self._dtype.itemsize))
                 self._lengths.write(lengths.tobytes())
                 self._documents += len(lengths)
-                if data:
-                    self._max_token_id = max(self._max_token_id, int(np.frombuffer(data, self._dtype).max()))
+        self._max_token_id = max(self._max_token_id, record.max_token_id)
         self.next_input += 1
 
     def publish(self) -> TokenFiles:
-        """Write what remains to the disk, and give all files their names; returns the record of the files."""
+        """Write the index and all remaining data to the disk, rename the files, and return their record."""
         self._lengths.close()
         if self._settings.format == "megatron":
             index = self._streams[".idx"] = _HashedFile(self._partial(".idx"))
@@ -108,19 +106,20 @@ class Assembler:
         return output
 
     def close(self) -> None:
-        """Close files that were not published; the next run begins them again."""
-        with suppress(OSError):  # of data that it still held
+        """Close the files; if they were not published, the next run writes them anew."""
+        with suppress(OSError):  # buffered data may not fit on the disk
             self._lengths.close()
         for stream in self._streams.values():
             stream.abandon()
         self._ledger.abandon()
 
     def _partial(self, suffix: str) -> Path:
-        return self._work.path / (self._path.name + suffix.replace("/", "."))  # files alone are in that folder
+        """Return the path of an unfinished output file; a suffix with a slash names no folder there."""
+        return self._work.path / (self._path.name + suffix.replace("/", "."))
 
 
 class _HashedFile:
-    """A file and the SHA-256 of what is written to it, computed on a thread since it takes longer than writing."""
+    """A file that is hashed while it is written; a thread computes the SHA-256, which takes longer than writing."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._file = path, path.open("wb")
@@ -131,13 +130,13 @@ class _HashedFile:
 
     def write(self, data: bytes) -> None:
         if self._hashed is not None:
-            self._hashed.result()  # one piece at a time is held
+            self._hashed.result()  # wait, so that at most one piece stays in memory
         self._hashed = self._thread.submit(self._digest.update, data)
         self.bytes += len(data)
         self._file.write(data)
 
     def finish(self) -> str:
-        """Flush it to the disk; returns the hexadecimal SHA-256."""
+        """Flush the file to the disk, close it, and return its hexadecimal SHA-256."""
         self._thread.shutdown()
         with naming(self._path):
             self._file.flush()
@@ -146,7 +145,7 @@ class _HashedFile:
         return self._digest.hexdigest()
 
     def abandon(self) -> None:
-        """Close it as it is."""
+        """Close the file as it is."""
         self._thread.shutdown()
         with suppress(OSError):
             self._file.close()
@@ -155,10 +154,13 @@ class _HashedFile:
 def _index(lengths: Path, documents: int, dtype: np.dtype[Any]) -> Iterator[bytes]:
     """Yield the bytes of a Megatron index in which every document is one sequence.
 
-    `token_files` describes the format; megatron-core's own writer holds one Python number per document.
+    `data/token_files.py` describes the format. megatron-core's own writer would hold a Python number for each document.
+
+    Args:
+        lengths: a file of the documents' lengths in tokens, int32.
     """
-    code = next(code for code, known in DTYPES.items() if known == dtype)
-    yield INDEX_HEADER.pack(INDEX_MAGIC, 1, code, documents, documents + 1)
+    dtype_code = next(code for code, known in DTYPES.items() if known == dtype)
+    yield INDEX_HEADER.pack(INDEX_MAGIC, 1, dtype_code, documents, documents + 1)
     with lengths.open("rb") as file:
         while data := file.read(4 * INDEX_CHUNK):
             yield data
@@ -174,7 +176,7 @@ def _index(lengths: Path, documents: int, dtype: np.dtype[Any]) -> Iterator[byte
 
 @contextmanager
 def writing_to(prefix: str) -> Iterator[None]:
-    """Turn the system's errors on writing into errors that name the path."""
+    """Turn OSError into an error for the user: InputError if another prefix helps, otherwise FanformerError."""
     try:
         yield
     except (PermissionError, NotADirectoryError, FileExistsError, IsADirectoryError) as error:
@@ -195,7 +197,7 @@ def _read(file: IO[bytes], size: int) -> bytes:
 
 
 def check_output(output: str) -> None:
-    """Raise InputError for a URL, and for a folder in place of a prefix, beside which the files would lie."""
+    """Raise InputError if the output is a URL or a folder: the files of `web/` would lie beside it, as `web.bin`."""
     if is_url(output):
         raise InputError(
             f"output {output} is on another store; name a path, and copy the files of that prefix, the manifest last"
@@ -205,15 +207,9 @@ def check_output(output: str) -> None:
         raise InputError(f"output {output} names a folder; name a prefix in it, such as {prefix}")
 
 
-def is_whole(prefix: str, manifest: Manifest) -> bool:
-    """Return whether all files of an output stand with their sizes."""
-    files = {Path(prefix).parent / record.path: record.bytes for record in manifest.outputs[0].files.values()}
-    return all(path.is_file() and path.stat().st_size == size for path, size in files.items())
-
-
-def refuse_standing_files(prefix: str) -> None:
-    """Raise InputError if there are files under the output names of a prefix."""
-    for suffix in STANDING_SUFFIXES:
+def refuse_existing_files(prefix: str) -> None:
+    """Raise InputError if a file exists under any name that an output of this prefix may have."""
+    for suffix in ALL_SUFFIXES:
         if os.path.lexists(prefix + suffix):
             raise InputError(
                 f"{prefix}{suffix} exists, and there is no manifest of a complete preparation; choose another output"

@@ -1,11 +1,12 @@
-"""The work of a preparation: shards encoded by worker processes, assembled in the order of the inputs.
+"""The work of a preparation: worker processes encode input files, and the results are assembled in the files' order.
 
-Each worker encodes one input file at a time. One that dies (killed, out of memory) breaks the pool. The files in
-progress are then tried once more, each alone in a new pool; if a worker dies again, the error names the file.
+If a worker dies (killed, out of memory), the pool of processes breaks. The files in progress are then tried once more,
+each alone in a new pool; if a worker dies again, the error names the file.
 
-Several machines may share it: each leaves the shards of its inputs in a folder of its own, and `merge` assembles them.
+Several machines may share a preparation: each encodes one shard of the input files, and `merge` assembles all shards.
 """
 
+import math
 import multiprocessing
 import platform
 import signal
@@ -16,37 +17,31 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from megatron_fanformer import __version__
-from megatron_fanformer.data.manifest import (
-    Encoding,
-    Manifest,
-    Settings,
-    TokenizerRecord,
-    encode_manifest,
-    manifest_path,
-)
+from megatron_fanformer.data.manifest import Manifest, Settings, TokenizerRecord, encode_manifest, manifest_path
 from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError
 from megatron_fanformer.prepare.chats import ChatEncoder
 from megatron_fanformer.prepare.documents import DocumentFile
-from megatron_fanformer.prepare.encoding import BlockEncoder, EncoderChoice, encode_blocks, npy_blocks
-from megatron_fanformer.prepare.inputs import InputFile, input_sha256, recorded_path
-from megatron_fanformer.prepare.outputs import Assembler, refuse_standing_files, writing_to
-from megatron_fanformer.prepare.shards import (
+from megatron_fanformer.prepare.encoded_inputs import (
     REFUSED_EXAMPLES,
     Assignment,
-    ShardFiles,
-    ShardRecord,
-    ShardWriter,
+    EncodedInput,
+    EncodedRecord,
+    EncodedWriter,
     WorkFolder,
-    finished_shard,
+    read_finished,
     work_folder,
 )
+from megatron_fanformer.prepare.encoding import BlockEncoder, EncoderChoice, encode_blocks, npy_blocks
+from megatron_fanformer.prepare.inputs import InputFile, input_sha256, recorded_path
+from megatron_fanformer.prepare.outputs import Assembler, refuse_existing_files, writing_to
 from megatron_fanformer.prepare.verb import Shard
 from megatron_fanformer.processes import end_with_owner
 from megatron_fanformer.terminal import plural
@@ -60,12 +55,12 @@ FILES_PER_WORKER = 2
 
 
 ProgressListener = Callable[[int, float], None]
-"""Called with the documents encoded so far, and the share of the input's bytes."""
+"""Called with the number of documents encoded so far, and the share of the input's bytes in them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A preparation that has been checked: its files exist, its tokenizer loads."""
+    """A preparation whose options were checked: the input files exist, the tokenizer loads."""
 
     files: list[InputFile]
     output: str
@@ -77,7 +72,7 @@ class Job:
 
     @property
     def assignment(self) -> Assignment:
-        """Return the record that the work folder is compared with."""
+        """Return the inputs and settings, to be compared with those recorded in a work folder."""
         return Assignment(
             inputs=[recorded_path(file) for file in self.files],
             settings=self.settings,
@@ -90,66 +85,69 @@ class Job:
 
 
 class FileEncoder:
-    """Makes the shards of input files; `totals` are the input bytes and documents of all workers."""
+    """Encodes input files in a worker process.
+
+    Args:
+        totals: the numbers of input bytes and of documents encoded so far, shared by all workers.
+    """
 
     def __init__(self, job: Job, folder: Path, threads: int, totals: Any) -> None:
-        self._job, self._folder, self._totals = job, folder, totals
-        self._encoders: list[Any] = []
-        if job.settings.npy_dtype is None:
-            kind = BlockEncoder if job.settings.chat is None else ChatEncoder
-            self._encoders = [kind(job.encoder, job.settings) for _ in range(threads)]
+        self.job, self.folder = job, folder
+        self._threads, self._totals = threads, totals
 
-    def encode(self, number: int) -> ShardRecord:
-        """Make the shard of the input of a number."""
-        job, path = self._job, self._job.files[number]
-        writer = ShardWriter(ShardFiles(self._folder, number), path, is_chats=job.settings.chat is not None)
-        if not self._encoders:
-            assert isinstance(path, Path)  # prepare refuses others
+    @cached_property
+    def _encoders(self) -> list[Any]:
+        encoder_type = BlockEncoder if self.job.settings.chat is None else ChatEncoder
+        return [encoder_type(self.job.encoder, self.job.settings) for _ in range(self._threads)]
+
+    def encode(self, number: int) -> EncodedRecord:
+        """Encode the input file of this number in the job."""
+        job, path = self.job, self.job.files[number]
+        writer = EncodedWriter(EncodedInput(self.folder, number), path, is_chats=job.settings.chat is not None)
+        if job.settings.npy_dtype is not None:
+            assert isinstance(path, Path)  # `input_files` refuses token files on another store
             for block in npy_blocks(path, job.settings, job.tokenizer):
                 writer.add(block)
-            self._count(path.stat().st_size)
+            self._add_to_totals(path.stat().st_size)
             return writer.finish(path.stat().st_size, input_sha256(path))
-        file, counted = DocumentFile(path, self._encoders[0].parser.columns), 0
+        file, counted_bytes = DocumentFile(path, self._encoders[0].parser.columns), 0
         for block in encode_blocks(self._encoders, file.blocks()):
             writer.add(block)
-            self._count(file.bytes_read - counted, len(block.lengths))
-            counted = file.bytes_read
-        self._count(file.bytes_read - counted)
+            self._add_to_totals(file.bytes_read - counted_bytes, len(block.lengths))
+            counted_bytes = file.bytes_read
+        self._add_to_totals(file.bytes_read - counted_bytes)
         return writer.finish(file.bytes_read, file.sha256)
 
-    def _count(self, input_bytes: int, documents: int = 0) -> None:
+    def _add_to_totals(self, input_bytes: int, documents: int = 0) -> None:
         with self._totals:
             self._totals[0] += input_bytes
             self._totals[1] += documents
 
 
-_arguments: tuple[Job, Path, int, Any]
-_encoder: FileEncoder | None = None
+_encoder: FileEncoder
 
 
-def _start(*arguments: Any) -> None:
-    global _arguments
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent
-    end_with_owner()
-    _arguments = arguments
-
-
-def encode_file(number: int) -> ShardRecord:
-    """Make the shard of one file, in a worker process. Raises FanformerError if the file cannot be prepared."""
+def _start_worker(*encoder_arguments: Any) -> None:
     global _encoder
-    job, folder, *_ = _arguments
-    path = job.files[number]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    end_with_owner()
+    _encoder = FileEncoder(*encoder_arguments)
+
+
+def encode_file(number: int) -> EncodedRecord:
+    """Encode one input file, in a worker process. Raises FanformerError if the file cannot be prepared."""
+    path = _encoder.job.files[number]
     try:
-        _encoder = _encoder or FileEncoder(*_arguments)
         return _encoder.encode(number)
     except FanformerError:
         raise
     except OSError as error:
-        # Reading errors carry the file's name; libraries that write seldom give one.
-        name = error.filename or folder
-        what = "cannot be read" if str(name) == str(path) else "cannot be written"
-        reason = f"{name} {what} ({error.strerror or error}); check its disk"
-        raise FanformerError(f"{reason}, and run the same command to continue") from None
+        # An error of reading names the file; libraries that write seldom name theirs.
+        name = error.filename or _encoder.folder
+        verb = "read" if str(name) == str(path) else "written"
+        raise FanformerError(
+            f"{name} cannot be {verb} ({error.strerror or error}); check its disk, and run the same command to continue"
+        ) from None
     except Exception as error:
         failure = FanformerError(f"{path} could not be prepared ({type(error).__name__}: {error})")
         failure.rank_traceback = traceback.format_exc()  # type: ignore[attr-defined]
@@ -159,67 +157,62 @@ def encode_file(number: int) -> ShardRecord:
 # -- in the parent
 
 
-Outcomes = Generator[tuple[int, ShardRecord | Exception], None, None]
+Outcome = tuple[int, EncodedRecord | Exception]
+"""The number of an input file, and the record of its encoding or the error that ended it."""
 
 
-class Workers:
-    """The worker processes of one preparation.
+def _run_workers(
+    job: Job, folder: Path, numbers: Sequence[int], report: Callable[[int, int], None]
+) -> Generator[Outcome, None, None]:
+    """Encode the input files of these numbers in worker processes; yield the outcome of each as soon as it is done.
 
-    Args:
-        folder: the folder that shards are written into.
-        report: called every `PROGRESS_SECONDS` with the input bytes and documents encoded so far.
+    If there are fewer files than workers, several threads encode one file together. `report` is called every
+    `PROGRESS_SECONDS` with the input bytes and documents encoded so far.
     """
+    waiting, totals = deque(numbers), CONTEXT.Array("q", 2)
+    threads = math.ceil(job.workers / max(1, min(job.workers, len(waiting))))
+    pool = partial(_run_pool, (job, folder, threads, totals), lambda: report(*totals))
+    while waiting:
+        suspects = yield from pool(waiting, min(job.workers, len(waiting)))
+        for number in suspects:
+            died_again = yield from pool(deque([number]), 1)
+            if died_again:
+                error = FanformerError(
+                    f"two workers died while preparing {job.files[number]} (killed, or out of memory);"
+                    " start again, with fewer workers if memory is short"
+                )
+                yield number, error
 
-    def __init__(self, job: Job, folder: Path, report: Callable[[int, int], None]) -> None:
-        self._job, self._folder, self._report = job, folder, report
-        self._totals = CONTEXT.Array("q", 2)
-        self._suspects: list[int] = []
 
-    def encode(self, numbers: Sequence[int]) -> Outcomes:
-        """Encode the inputs of these numbers; yield each with its shard's record, or its error, as they are done.
+def _run_pool(
+    encoder_arguments: tuple[Any, ...], report: Callable[[], None], waiting: deque[int], processes: int
+) -> Generator[Outcome, None, list[int]]:
+    """Encode files from `waiting` in a new pool until none is left or a worker dies, which breaks the pool.
 
-        With fewer files than processes, several threads share a file.
-        """
-        waiting = deque(numbers)
-        processes = self._job.workers
-        self._threads = -(-processes // max(1, min(processes, len(waiting))))
-        while waiting:
-            yield from self._run_pool(waiting, min(processes, len(waiting)))
-            suspects, self._suspects = self._suspects, []
-            for number in suspects:
-                yield from self._run_pool(deque([number]), 1)
-                if self._suspects:
-                    self._suspects = []
-                    error = FanformerError(
-                        f"two workers died while preparing {self._job.files[number]} (killed, or out of memory);"
-                        " start again, with fewer workers if memory is short"
-                    )
-                    yield number, error
-
-    def _run_pool(self, waiting: deque[int], processes: int) -> Outcomes:
-        """Encode the waiting files. When the pool breaks, those in progress become suspects, others wait again."""
-        under_way: dict[Future[ShardRecord], int] = {}
-        others = set(multiprocessing.active_children())
-        arguments = (self._job, self._folder, self._threads, self._totals)
-        pool = ProcessPoolExecutor(processes, CONTEXT, _start, arguments)
-        try:
-            while waiting or under_way:
-                while waiting and len(under_way) < FILES_PER_WORKER * processes:
-                    under_way[pool.submit(encode_file, waiting[0])] = waiting[0]
-                    waiting.popleft()
-                done, _ = wait(under_way, PROGRESS_SECONDS, FIRST_COMPLETED)
-                self._report(*self._totals)
-                for future in done:
-                    error = future.exception()
-                    if isinstance(error, BrokenProcessPool):
-                        raise error
-                    yield under_way.pop(future), future.result() if error is None else error  # type: ignore[misc]
-        except BrokenProcessPool:
-            self._suspects = list(under_way.values())
-        finally:
-            for process in set(multiprocessing.active_children()) - others:
-                process.kill()
-            pool.shutdown(cancel_futures=True)
+    Returns the numbers of the files that were in a broken pool; the files not yet given to it stay in `waiting`.
+    """
+    in_progress: dict[Future[EncodedRecord], int] = {}
+    other_processes = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(processes, CONTEXT, _start_worker, encoder_arguments)
+    try:
+        while waiting or in_progress:
+            while waiting and len(in_progress) < FILES_PER_WORKER * processes:
+                in_progress[pool.submit(encode_file, waiting[0])] = waiting[0]
+                waiting.popleft()
+            done, _ = wait(in_progress, PROGRESS_SECONDS, FIRST_COMPLETED)
+            report()
+            for future in done:
+                error = future.exception()
+                if isinstance(error, BrokenProcessPool):
+                    raise error
+                yield in_progress.pop(future), future.result() if error is None else error  # type: ignore[misc]
+        return []
+    except BrokenProcessPool:
+        return list(in_progress.values())
+    finally:
+        for process in set(multiprocessing.active_children()) - other_processes:
+            process.kill()
+        pool.shutdown(cancel_futures=True)
 
 
 # -- from inputs to outputs
@@ -227,17 +220,17 @@ class Workers:
 
 def run(job: Job, progress: ProgressListener | None) -> Manifest:
     """Encode and assemble all inputs that are not done yet. Raises the FanformerErrors of `prepare.prepare`."""
-    records: dict[int, ShardRecord] = {}
+    records: dict[int, EncodedRecord] = {}
     with writing_to(job.output), work_folder(job.output) as work:
-        _begin(job, work)
+        _assign(work, job)
         with (
             closing(Assembler(job.output, job.settings, work)) as assembler,
-            closing(_encoded(job, work, range(len(job.files)), progress)) as shards,
+            closing(_encode_inputs(job, work, range(len(job.files)), progress)) as outcomes,
         ):
-            for number, record in shards:
+            for number, record in outcomes:
                 records[number] = record
-                while (ready := records.get(assembler.next_input)) is not None:
-                    assembler.append(work.shard(assembler.next_input), ready)
+                while assembler.next_input in records:
+                    assembler.append(EncodedInput(work.path, assembler.next_input), records[assembler.next_input])
             return _publish(job, work, [records[number] for number in sorted(records)], assembler)
 
 
@@ -246,58 +239,58 @@ def shard_prefix(prefix: str, shard: Shard) -> str:
     return f"{prefix}.shard-{shard.number}-of-{shard.count}"
 
 
-def encode_shard(job: Job, shard: Shard, progress: ProgressListener | None) -> list[ShardRecord]:
-    """Encode every `count`-th input; the result stays in the shard's folder, for `merge`."""
+def encode_shard(job: Job, shard: Shard, progress: ProgressListener | None) -> list[EncodedRecord]:
+    """Encode the input files of a shard; the results stay in the shard's work folder, for `merge`."""
     with writing_to(job.output), work_folder(shard_prefix(job.output, shard)) as work:
-        _begin(job, work)
+        _assign(work, job)
         numbers = range(shard.number, len(job.files), shard.count)
-        with closing(_encoded(job, work, numbers, progress)) as shards:
-            return [record for _, record in shards]
+        with closing(_encode_inputs(job, work, numbers, progress)) as outcomes:
+            return [record for _, record in outcomes]
 
 
 def merge(job: Job, count: int) -> Manifest:
-    """Assemble `count` shards, once all are whole and of this job's inputs and settings; then remove their folders.
+    """Assemble the output from the work folders of `count` shards, and remove the folders.
 
     Raises:
-        CorruptError: shards are missing, or not whole.
-        InputError: shards are of other inputs or settings.
-        InUseError: a shard is being written.
+        CorruptError: an input file has not been encoded, or has changed since.
+        InputError: a shard has other inputs or settings, or a line is refused under `strict`.
+        InUseError: another process is writing a shard.
     """
-    with writing_to(job.output), ExitStack() as folders:
-        work = folders.enter_context(work_folder(job.output))
+    with writing_to(job.output), ExitStack() as locked:
+        work = locked.enter_context(work_folder(job.output))
         shards = [Shard(number, count) for number in range(min(count, len(job.files)))]
-        parts = [folders.enter_context(work_folder(shard_prefix(job.output, shard))) for shard in shards]
-        encodings: list[Encoding] = []
-        for part in parts:
-            if (begun := part.read_assignment()) is None:
-                continue
-            if difference := job.assignment.difference(begun):
-                raise InputError(f"{part.path} was prepared with {difference}; give all shards the same options")
-            encodings.append(begun.encoding)
-        files = [parts[number % count].shard(number) for number in range(len(job.files))]
-        records = list(map(finished_shard, files, job.files))
-        left = Counter(number % count for number, record in enumerate(records) if record is None)
-        if left:
-            named = ", ".join(f"{number}/{count} ({plural(files, 'file')})" for number, files in sorted(left.items()))
-            raise CorruptError(f"{job.output} cannot be merged, files are left of --shard {named}; prepare these")
-        job = replace(job, encoder=replace(job.encoder, encoding=encodings[0]))
-        _begin(job, work)
-        whole = [record for record in records if record is not None]
+        folders = [locked.enter_context(work_folder(shard_prefix(job.output, shard))) for shard in shards]
+        assignments = {folder.path: folder.read_assignment() for folder in folders}
+        for path, assignment in assignments.items():
+            if assignment and (difference := job.assignment.difference(assignment)):
+                raise InputError(f"{path} was prepared with {difference}; give all shards the same options")
+        inputs = [EncodedInput(folders[number % count].path, number) for number in range(len(job.files))]
+        finished = list(map(read_finished, inputs, job.files))
+        records = [record for record in finished if record is not None]
+        if len(records) < len(inputs):
+            missing = Counter(number % count for number, record in enumerate(finished) if record is None)
+            shards_named = ", ".join(f"{shard}/{count} ({plural(missing[shard], 'file')})" for shard in sorted(missing))
+            raise CorruptError(
+                f"{job.output} cannot be merged, files are left of --shard {shards_named}; prepare these"
+            )
+        encoding = next(assignment.encoding for assignment in assignments.values() if assignment)
+        job = replace(job, encoder=replace(job.encoder, encoding=encoding))
+        _assign(work, job)
         with closing(Assembler(job.output, job.settings, work)) as assembler:
-            for shard_files, record in zip(files, whole, strict=True):
-                _refuse_strictly(job, record)
-                assembler.append(shard_files, record)
-            manifest = _publish(job, work, whole, assembler)
-        for part in parts:
-            part.end()
+            for encoded_input, record in zip(inputs, records, strict=True):
+                _check_strict(job, record)
+                assembler.append(encoded_input, record)
+            manifest = _publish(job, work, records, assembler)
+        for folder in folders:
+            folder.clear()
         return manifest
 
 
-def _begin(job: Job, work: WorkFolder) -> None:
-    """Write the assignment of a new work folder. Raises InputError for another preparation's."""
+def _assign(work: WorkFolder, job: Job) -> None:
+    """Record in a new work folder the job that it belongs to. Raises InputError if it belongs to another one."""
     begun = work.read_assignment()
     if begun is None:
-        refuse_standing_files(job.output)
+        refuse_existing_files(job.output)
         work.write_assignment(job.assignment)
     elif difference := job.assignment.difference(begun):
         raise InputError(
@@ -306,58 +299,67 @@ def _begin(job: Job, work: WorkFolder) -> None:
         )
 
 
-def _encoded(
+def _encode_inputs(
     job: Job, work: WorkFolder, numbers: Sequence[int], progress: ProgressListener | None
-) -> Generator[tuple[int, ShardRecord], None, None]:
-    """Yield number and record of each of these inputs' shards: of those that are done, then of others once they are.
+) -> Generator[tuple[int, EncodedRecord], None, None]:
+    """Yield the numbers of input files with their records: first files encoded before, then others as they are done.
 
-    Raises, after all others, one error for all files that failed, of the first one's kind.
+    A file that fails does not stop the others. At the end, one error names the files that failed, in the order of the
+    inputs; its type is that of the first.
     """
-    left: list[int] = []
-    failures: list[FanformerError] = []
+    remaining: list[int] = []
+    failures: dict[int, FanformerError] = {}
     bytes_before = documents_before = 0
     for number in numbers:
-        if (record := finished_shard(work.shard(number), job.files[number])) is None:
-            left.append(number)
+        record = read_finished(EncodedInput(work.path, number), job.files[number])
+        if record is None:
+            remaining.append(number)
             continue
         bytes_before += record.input.bytes
         documents_before += record.documents
-        _refuse_strictly(job, record)
+        _check_strict(job, record)
         yield number, record
-    total = bytes_before + sum(job.files[number].stat().st_size for number in left)
+    total_bytes = bytes_before + sum(job.files[number].stat().st_size for number in remaining)
 
     def report(input_bytes: int, documents: int) -> None:
         if progress is not None:
-            progress(documents_before + documents, (bytes_before + input_bytes) / max(1, total))
+            progress(documents_before + documents, (bytes_before + input_bytes) / max(1, total_bytes))
 
-    with closing(Workers(job, work.path, report).encode(left)) as outcomes:
+    with closing(_run_workers(job, work.path, remaining, report)) as outcomes:
         for number, outcome in outcomes:
-            if isinstance(outcome, ShardRecord):
-                _refuse_strictly(job, outcome)
+            if isinstance(outcome, EncodedRecord):
+                _check_strict(job, outcome)
                 yield number, outcome
             elif isinstance(outcome, FanformerError):
-                failures.append(outcome)
+                failures[number] = outcome
             else:
                 raise outcome
     if failures:
-        first, named = failures[0], "; ".join(map(str, failures[:FAILURES_NAMED]))
-        more = f"; and {len(failures) - FAILURES_NAMED} more files" if len(failures) > FAILURES_NAMED else ""
-        kept = f"; what is done stays in {work.path}, and the same command continues from there"
-        error = type(first)(f"{named}{more}{kept if work.holds_shards else ''}")
-        error.rank_traceback = getattr(first, "rank_traceback", "")  # type: ignore[attr-defined]
+        errors = [failures[number] for number in sorted(failures)]
+        messages = list(map(str, errors[:FAILURES_NAMED]))
+        if len(failures) > FAILURES_NAMED:
+            messages.append(f"and {len(failures) - FAILURES_NAMED} more files")
+        if work.has_encoded_inputs:
+            messages.append(f"what is done stays in {work.path}, and the same command continues from there")
+        error = type(errors[0])("; ".join(messages))
+        error.rank_traceback = getattr(errors[0], "rank_traceback", "")  # type: ignore[attr-defined]
         raise error
 
 
-def _refuse_strictly(job: Job, record: ShardRecord) -> None:
+def _check_strict(job: Job, record: EncodedRecord) -> None:
     if job.strict and record.refused:
         raise InputError(f"{record.refused_examples[0]}; fix the line, or prepare without strict to leave it out")
 
 
-def _publish(job: Job, work: WorkFolder, records: list[ShardRecord], assembler: Assembler) -> Manifest:
+def _publish(job: Job, work: WorkFolder, records: list[EncodedRecord], assembler: Assembler) -> Manifest:
+    """Give the assembled files their names, write the manifest, and clear the work folder.
+
+    Raises InputError if there is no document in any input.
+    """
     refused = sum((Counter(record.refused) for record in records), Counter[str]())
     lines = sum(record.lines for record in records)
     if not any(record.documents for record in records):
-        work.end()
+        work.clear()
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(refused.items()))
         kind, remedy = ("document", "text_field") if job.settings.chat is None else ("conversation", "the template")
         raise InputError(
@@ -386,5 +388,5 @@ def _publish(job: Job, work: WorkFolder, records: list[ShardRecord], assembler: 
         },
     )
     write_atomically(manifest_path(job.output), encode_manifest(manifest), aside=work.path)
-    work.end()
+    work.clear()
     return manifest

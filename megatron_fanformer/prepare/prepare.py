@@ -1,8 +1,9 @@
-"""Check a preparation's options, look for its result, and have `pipeline` turn its inputs into token files."""
+"""Check the options of `prepare`, look for a finished result, and let `pipeline` turn the inputs into token files."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from megatron_fanformer.data.chat_template import RenderedChat, encode_chat, find_template, refuse_spaces_between
 from megatron_fanformer.data.chats import NPY_ROW_TOKENS
@@ -12,6 +13,7 @@ from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer, note_of
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.prepare.documents import DocumentParser
+from megatron_fanformer.prepare.encoded_inputs import difference_of, folder_path, is_unchanged, work_folder
 from megatron_fanformer.prepare.encoding import SMALL_INPUT, EncoderChoice, choose_encoder
 from megatron_fanformer.prepare.inputs import (
     CHAT_SUFFIXES,
@@ -22,9 +24,8 @@ from megatron_fanformer.prepare.inputs import (
     expand_inputs,
     recorded_path,
 )
-from megatron_fanformer.prepare.outputs import check_output, is_whole
+from megatron_fanformer.prepare.outputs import check_output
 from megatron_fanformer.prepare.pipeline import Job, ProgressListener, encode_shard, merge, run, shard_prefix
-from megatron_fanformer.prepare.shards import difference_of, folder_path, is_unchanged, work_folder
 from megatron_fanformer.prepare.verb import PrepareConfig, Shard
 from megatron_fanformer.processes import ended_by_stop_signals
 from megatron_fanformer.runtime.device import quieten_libraries
@@ -39,28 +40,30 @@ PADDING_NAMES = ("<|padding|>", "<|pad|>", "<pad>", "[PAD]")
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareReport:
-    """The result of `prepare`, which may have been there before."""
+    """The result of `prepare`."""
 
     prefix: str
     already_there: bool
-    """Whether the same preparation had been done before, and nothing was written."""
+    """Whether an earlier call had already written this output, so that this one wrote nothing."""
     manifest: Manifest
     notes: Sequence[str] = ()
-    """Further lines."""
+    """Lines to show after the counts."""
 
     def lines(self) -> list[str]:
-        """Describe what was done."""
-        manifest = self.manifest
+        """Return lines for the user: what was read, tokenized, cut and refused."""
+        manifest, chat = self.manifest, self.manifest.settings.chat
         lines = [ALREADY_THERE.format(self.prefix)] if self.already_there else []
-        counts = f"{plural(manifest.documents, 'document')}, {plural(manifest.tokens, 'token')}"
-        if (chat := manifest.settings.chat) is not None:
+        if chat is None:
+            counts = f"{plural(manifest.documents, 'document')}, {plural(manifest.tokens, 'token')}"
+        else:
             learned = sum(output.learned_tokens or 0 for output in manifest.outputs)
-            padded = "" if chat.pad_id is None else " with padding"
-            counts = f"{plural(manifest.documents, 'conversation')}, {manifest.tokens:,} tokens{padded}"
+            padding = "" if chat.pad_id is None else " with padding"
+            counts = f"{plural(manifest.documents, 'conversation')}, {manifest.tokens:,} tokens{padding}"
             counts += f", {learned:,} of them learned"
         lines.append(f"{plural(manifest.lines_read, 'line')} read: {counts}")
-        if chat is not None and (cut := sum(output.cut or 0 for output in manifest.outputs)):
-            lines.append(f"{plural(cut, 'conversation')} cut to {chat.max_tokens:,} tokens")
+        num_cut = sum(output.cut or 0 for output in manifest.outputs)
+        if chat is not None and num_cut:
+            lines.append(f"{plural(num_cut, 'conversation')} cut to {chat.max_tokens:,} tokens")
         lines += [f"{plural(number, 'line')} refused: {reason}" for reason, number in manifest.refused.items()]
         lines += [f"  {example}" for example in manifest.refused_examples]
         if manifest.encoding.reason not in (None, SMALL_INPUT):  # why the fastest library was not used
@@ -69,7 +72,7 @@ class PrepareReport:
 
 
 def prepare_files(config: PrepareConfig) -> None:
-    """Run `prepare`, a shard of it, or that of both prefixes."""
+    """Run the verb: prepare everything, one shard, or one output to train on and one to validate on."""
     quieten_libraries()
     with ended_by_stop_signals("before the end; what is done is kept, run the same command to continue"):
         if config.hold_out is not None:
@@ -85,6 +88,7 @@ def prepare_files(config: PrepareConfig) -> None:
 
 @contextmanager
 def _progress(title: str) -> Iterator[ProgressListener]:
+    """Show progress under a title, and yield the function that `pipeline` calls to update it."""
     with phases(title) as report:
         yield lambda documents, share: report(title, f"{plural(documents, 'document')}, {share:.0%} of the input")
 
@@ -92,22 +96,26 @@ def _progress(title: str) -> Iterator[ProgressListener]:
 def prepare(
     config: PrepareConfig, progress: ProgressListener | None = None, *, files: list[InputFile] | None = None
 ) -> PrepareReport:
-    """Tokenize all documents or conversations of the inputs into token files, their ledger and their manifest.
+    """Tokenize all documents or conversations of the inputs into token files, with a ledger and a manifest.
 
-    Each document becomes one sequence, ended by the end-of-text id, in the order of the inputs (sorted) and of
-    their lines. If the same preparation is already complete, nothing is done; if it was interrupted, it continues, to
-    the same bytes. `files` are some files of `input_files`, in that order, for a preparation of these alone.
+    Each document becomes one sequence, ended by the end-of-text id. Sequences are in the order of the sorted input
+    files and of the lines in them. If the output is already complete, nothing is written. An interrupted preparation
+    is continued, and ends with the same bytes.
+
+    Args:
+        files: prepare these files alone; a part of `input_files(config)`, in the same order.
 
     Raises:
-        InputError: missing or unusable input, tokenizer or output; an output prefix that exists with other
-            settings; no document at all; under `strict`, a refused line.
-        CorruptError: truncated or damaged input files; the others are still encoded, and kept.
-        FanformerError: worker processes died twice on a file, or the disk is full.
+        InputError: an input, the tokenizer or the output is missing or unusable, the output exists with other
+            settings, no line is a document, or a line is refused under `strict`.
+        CorruptError: input files are truncated or damaged; the other files are encoded first, and kept.
+        FanformerError: two worker processes died on the same file, or the disk is full.
     """
     job, tokenizer = _job(config, files)
     notes = note_of_end(tokenizer)
-    if (existing := _existing(job)) is not None:
-        return PrepareReport(prefix=config.output, already_there=True, manifest=existing, notes=notes)
+    finished = _find_finished(job)
+    if finished is not None:
+        return PrepareReport(prefix=config.output, already_there=True, manifest=finished, notes=notes)
     if config.merge is not None:
         manifest = merge(job, config.merge)
     else:
@@ -116,20 +124,21 @@ def prepare(
 
 
 def prepare_shard(config: PrepareConfig, shard: Shard, progress: ProgressListener | None = None) -> list[str]:
-    """Encode one of the shards that `prepare` merges; returns lines for the user. Raises as `prepare`."""
+    """Encode one shard of the inputs for a later merge; return lines for the user. Raises the errors of `prepare`."""
     job, tokenizer = _job(config, None)
-    if _existing(job) is not None:
+    if _find_finished(job) is not None:
         return [ALREADY_THERE.format(config.output)]
     records = encode_shard(_with_encoder(job, config, tokenizer), shard, progress)
-    documents, tokens = (sum(getattr(record, name) for record in records) for name in ("documents", "tokens"))
+    documents = sum(record.documents for record in records)
+    tokens = sum(record.tokens for record in records)
     counts = f"{plural(len(records), 'file')}, {plural(documents, 'document')}, {plural(tokens, 'token')}"
-    place = folder_path(shard_prefix(config.output, shard))
-    return [f"shard {shard}: {counts}, in {place}; when all are done, --merge {shard.count} joins them"]
+    folder = folder_path(shard_prefix(config.output, shard))
+    return [f"shard {shard}: {counts}, in {folder}; when all are done, --merge {shard.count} joins them"]
 
 
 def _job(config: PrepareConfig, files: list[InputFile] | None) -> tuple[Job, Tokenizer]:
     """Check the options; return the preparation and its tokenizer."""
-    _check(config)
+    _check_options(config)
     files = input_files(config) if files is None else files
     tokenizer = load_tokenizer(config.tokenizer, eod_id=config.eod_id)
     job = Job(
@@ -142,7 +151,7 @@ def _job(config: PrepareConfig, files: list[InputFile] | None) -> tuple[Job, Tok
             eod_id=tokenizer.eod_id,
         ),
         settings=_settings(config, tokenizer),
-        # Where nothing is encoded, in a merge or from token files.
+        # Merges and token files need no encoder; for all others, `_with_encoder` replaces this one.
         encoder=EncoderChoice(str(tokenizer.path), tokenizer.eod_id, Encoding(backend="none")),
         workers=config.workers,
         strict=config.strict,
@@ -151,6 +160,7 @@ def _job(config: PrepareConfig, files: list[InputFile] | None) -> tuple[Job, Tok
 
 
 def _with_encoder(job: Job, config: PrepareConfig, tokenizer: Tokenizer) -> Job:
+    """Choose the library that computes the token ids; inputs that are token files need none."""
     if config.from_npy:
         return job
     input_bytes = sum(file.stat().st_size for file in job.files)
@@ -158,23 +168,28 @@ def _with_encoder(job: Job, config: PrepareConfig, tokenizer: Tokenizer) -> Job:
 
 
 def input_files(config: PrepareConfig) -> list[InputFile]:
-    """Return the files that the inputs name, of the kind that is read. Raises InputError as `expand_inputs`."""
-    suffixes = (NPY_SUFFIX,) if config.from_npy else CHAT_SUFFIXES if config.chat else DOCUMENT_SUFFIXES
-    files = expand_inputs(config.inputs, suffixes)
-    if config.from_npy and (remote := next((file for file in files if isinstance(file, RemoteInput)), None)):
-        raise InputError(f"{remote} is on another store, from which from_npy does not read; copy it to this machine")
+    """Return the files to prepare, sorted by path.
+
+    Raises InputError if there is none, an input is missing or of the wrong kind, or a token file is on another store.
+    """
+    if not config.from_npy:
+        return expand_inputs(config.inputs, CHAT_SUFFIXES if config.chat else DOCUMENT_SUFFIXES)
+    files = expand_inputs(config.inputs, (NPY_SUFFIX,))
+    for file in files:
+        if isinstance(file, RemoteInput):
+            raise InputError(f"{file} is on another store, from which from_npy does not read; copy it to this machine")
     return files
 
 
-def _check(config: PrepareConfig) -> None:
+def _check_options(config: PrepareConfig) -> None:
     check_output(config.output)
-    for name, least in (("workers", 1), ("max_tokens", 2)):
+    for name, minimum in (("workers", 1), ("max_tokens", 2)):
         value = getattr(config, name)
-        if value is not None and value < least:
-            raise InputError(f"{name} is {value}; it must be at least {least}")
+        if value is not None and value < minimum:
+            raise InputError(f"{name} is {value}; it must be at least {minimum}")
     if config.too_long == "drop" and config.max_tokens is None and config.format != "npy":
         raise InputError("too_long is 'drop', but no conversation is too long without max_tokens; set it")
-    DocumentParser(config.text_field)  # refuses an impossible name before any worker does
+    DocumentParser(config.text_field)  # raises InputError if no JSON field can have this name
 
 
 def _settings(config: PrepareConfig, tokenizer: Tokenizer) -> Settings:
@@ -194,11 +209,12 @@ def _chat_settings(config: PrepareConfig, tokenizer: Tokenizer) -> ChatSettings:
     refuse_spaces_between(tokenizer)
     template = find_template(config.tokenizer, config.chat_template, eod_id=config.eod_id)
     is_npy = config.format == "npy"
-    special = set(tokenizer.special_pieces)
-    padding = next((name for name in PADDING_NAMES if name in special), None)
     pad_id = tokenizer.eod_id
-    if padding is not None:
-        pad_id = int(encode_chat(tokenizer, RenderedChat(padding, []))[0][0])
+    special_pieces = set(tokenizer.special_pieces)
+    padding_pieces = [name for name in PADDING_NAMES if name in special_pieces]
+    if padding_pieces:
+        ids, _ = encode_chat(tokenizer, RenderedChat(padding_pieces[0], learned=[]))
+        pad_id = int(ids[0])
     return ChatSettings(
         template=template.source,
         template_variables=dict(template.variables),
@@ -209,25 +225,29 @@ def _chat_settings(config: PrepareConfig, tokenizer: Tokenizer) -> ChatSettings:
     )
 
 
-def _existing(job: Job) -> Manifest | None:
-    """Return the manifest of the same preparation, already complete; None where the prefix is free or unfinished."""
-    prefix = job.output
-    if (manifest := read_manifest(prefix)) is None:
+def _find_finished(job: Job) -> Manifest | None:
+    """Return the manifest of a finished output of the same preparation, or None if there is no manifest.
+
+    Raises InputError if the output was made otherwise, lacks files, or left out lines that `strict` refuses.
+    """
+    prefix, manifest = job.output, read_manifest(job.output)
+    if manifest is None:
         return None
     remedy = "choose another output prefix, or remove its files"
-    if not is_whole(prefix, manifest):
+    sizes = {Path(prefix).parent / record.path: record.bytes for record in manifest.outputs[0].files.values()}
+    if not all(path.is_file() and path.stat().st_size == size for path, size in sizes.items()):
         raise InputError(f"{prefix}.manifest.json exists, but not all files that it lists; {remedy}")
     difference = difference_of(job.assignment, manifest)
-    same_inputs = len(job.files) == len(manifest.inputs) and all(map(is_unchanged, job.files, manifest.inputs))
-    if not difference and not same_inputs:
+    has_same_inputs = len(job.files) == len(manifest.inputs) and all(map(is_unchanged, job.files, manifest.inputs))
+    if not difference and not has_same_inputs:
         difference = f"other inputs ({plural(len(manifest.inputs), 'file')}, {manifest.inputs[0].path} first)"
     if difference:
         raise InputError(f"output prefix {prefix} already exists with {difference}; {remedy}")
     if job.strict and manifest.refused:
         raise InputError(f"{manifest.refused_examples[0]}, and the prefix {prefix} already exists without it; {remedy}")
-    if folder_path(prefix).exists():  # a run that was killed after its very last step
+    if folder_path(prefix).exists():  # left by a run that was killed just before the removal of its work folder
         with work_folder(prefix) as work:
-            work.end()
+            work.clear()
     return manifest
 
 
@@ -235,10 +255,11 @@ def _existing(job: Job) -> Manifest | None:
 
 
 def prepare_both(config: PrepareConfig, parts: int) -> None:
-    """Prepare the last of `parts` shares of the inputs, and then the others, each as a preparation by itself.
+    """Divide the input files into `parts` shares; prepare the last to PREFIX-validation, all others to PREFIX.
 
-    Training comes last, so that validation is complete where PREFIX is. Raises InputError where there are fewer files
-    than parts, and as `prepare`.
+    PREFIX is written last, so that PREFIX-validation is complete if PREFIX exists.
+
+    Raises FanformerError if there are fewer files than parts, or if one of the two cannot be prepared.
     """
     if parts < 2:
         raise InputError(f"--hold-out is {parts}; it must be at least 2, a part for validation and one for training")
@@ -249,12 +270,12 @@ def prepare_both(config: PrepareConfig, parts: int) -> None:
             f"--hold-out is {parts}, more than the files given ({len(files)}), which are not cut; give more files"
             " (split -n l/20 FILE cuts one), a smaller number, or leave it out and set data.split for the run"
         )
-    held = set(last_share(files, parts))
+    held_out = set(last_share(files, parts))
     both = [
-        ("validation", f"{config.output}-validation", [file for file in files if file in held]),
-        ("training", config.output, [file for file in files if file not in held]),
+        ("validation", f"{config.output}-validation", [file for file in files if file in held_out]),
+        ("training", config.output, [file for file in files if file not in held_out]),
     ]
-    # An output that stands comes first: if it is of other inputs, it is refused before anything is written beside it.
+    # An output that exists comes first: if it has other inputs, it is refused before the other output is written.
     both.sort(key=lambda share: read_manifest(share[1]) is None and not folder_path(share[1]).exists())
     for name, output, share in both:
         show([f"{name}: {len(share):,} of {plural(len(files), 'file')}, to {output}"])
@@ -264,19 +285,18 @@ def prepare_both(config: PrepareConfig, parts: int) -> None:
 
 
 def last_share(files: Sequence[InputFile], parts: int) -> list[InputFile]:
-    """Return the last of `parts` shares of files, about equal by bytes of text.
+    """Return the last of `parts` shares of the files; all shares hold about as many bytes of text.
 
-    The largest file goes first, each to the share that has the fewest bytes yet; of equal ones the order of paths and
-    of shares decides, so that the same files give the same shares.
+    Files are dealt out from the largest to the smallest, each to the share that has the fewest bytes so far. Among
+    equals, paths and the numbers of shares decide, so the same files always give the same shares.
     """
-    weights, shares = [0.0] * parts, [list[InputFile]() for _ in range(parts)]
-    weighed: list[tuple[float, str, InputFile]] = []
-    for file in files:
-        path = recorded_path(file)
-        weight = file.stat().st_size * (COMPRESSED_WEIGHT if path.endswith(tuple(COMPRESSIONS)) else 1.0)
-        weighed.append((-weight, path, file))
-    for minus_weight, _, file in sorted(weighed, key=lambda entry: entry[:2]):
-        place = min(range(parts), key=lambda place: (weights[place], len(shares[place]), place))
-        shares[place].append(file)
-        weights[place] -= minus_weight
+
+    def text_bytes(file: InputFile) -> float:
+        return file.stat().st_size * (COMPRESSED_WEIGHT if file.suffix in COMPRESSIONS else 1.0)
+
+    share_bytes, shares = [0.0] * parts, [list[InputFile]() for _ in range(parts)]
+    for file in sorted(files, key=lambda file: (-text_bytes(file), recorded_path(file))):
+        smallest = min(range(parts), key=lambda share: (share_bytes[share], len(shares[share]), share))
+        shares[smallest].append(file)
+        share_bytes[smallest] += text_bytes(file)
     return shares[-1]

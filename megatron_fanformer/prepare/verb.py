@@ -14,7 +14,7 @@ Backend = Literal["auto", "gigatoken", "tokenizers", "sentencepiece"]
 
 @dataclass(frozen=True)
 class Shard:
-    """One of `count` shares of the input files: every `count`-th from `number` on."""
+    """One of `count` shares of the input files: every `count`-th file, beginning with file `number` (from 0)."""
 
     number: int
     count: int
@@ -23,8 +23,8 @@ class Shard:
         return f"{self.number}/{self.count}"
 
 
-def _shard(text: str) -> Shard:
-    """Read I/N."""
+def _parse_shard(text: str) -> Shard:
+    """Parse I/N. Raises ArgumentTypeError if the text has another form, or I is not below N."""
     number, _, count = text.partition("/")
     if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
         raise argparse.ArgumentTypeError(f"{text!r} is not I/N, with I from 0 to N - 1, such as 0/16")
@@ -69,7 +69,7 @@ class PrepareConfig:
     """With --chat: the most tokens of a conversation, with npy those of each row (default: any; 2048 with npy)"""
     too_long: TooLong | None = option(None, needs=("chat",))
     """With --chat: cut or drop a conversation of more tokens (default: cut)"""
-    shard: Shard | None = option(None, metavar="I/N", parse=_shard, exclusive=MANY)
+    shard: Shard | None = option(None, metavar="I/N", parse=_parse_shard, exclusive=MANY)
     """Encode every N-th file, from number I (from 0) on, for a later --merge of all N shards."""
     merge: int | None = option(None, metavar="N", exclusive=MANY)
     """Join N shards of the same inputs and options, to the same bytes as one machine's run."""
@@ -86,7 +86,7 @@ REMOVED = {
     "--no-ledger": "the ledger is always written",
     "--status": "prepare --merge N names the shards that are not done",
 }
-"""Remedies for options that are gone."""
+"""Options that were removed, and the remedy for each."""
 
 
 PREPARE = Verb(

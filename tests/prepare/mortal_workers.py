@@ -5,15 +5,15 @@ import signal
 from pathlib import Path
 
 from megatron_fanformer.prepare import pipeline
-from megatron_fanformer.prepare.shards import ShardRecord
+from megatron_fanformer.prepare.encoded_inputs import EncodedRecord
 
 DEATHS = "deaths"
 encode_file = pipeline.encode_file
 
 
-def encode_or_die(number: int) -> ShardRecord:
+def encode_or_die(number: int) -> EncodedRecord:
     """In place of `encode_file`."""
-    path = pipeline._arguments[0].files[number]
+    path = pipeline._encoder.job.files[number]
     assert isinstance(path, Path)
     left = int((deaths := path.with_name(DEATHS)).read_text())
     if left and number == 0:

@@ -35,7 +35,7 @@ def plan(tokenizer: Tokenizer) -> EncoderChoice:
 
 
 def rows(plan: EncoderChoice, texts: Sequence[str]) -> list[list[int]]:
-    return [row.tolist() for row in plan.make().encode_batch([text.encode() for text in texts])]
+    return [row.tolist() for row in plan.make_encoder().encode_batch([text.encode() for text in texts])]
 
 
 def trained(folder: Path, texts: list[str], **options: Any) -> Tokenizer:
@@ -133,7 +133,7 @@ def test_a_difference_seen_under_way_is_an_error(
     """The worker is told to trust gigatoken with a character that it takes otherwise: its sample shows it."""
     (file := tmp_path / "a.jsonl").write_bytes(as_line("x\u0eba\u0323\u0334 " * 3))
     trust = encoding.Trust(np.ones(0x110000, bool), [])
-    monkeypatch.setattr(encoding, "trust_or_reason", lambda *_: trust)
+    monkeypatch.setattr(encoding, "compare_gigatoken", lambda *_: trust)
     with pytest.raises(InputError, match=r"differ from the exact library's in document '1'; remove .* --backend token"):
         prepare_files(str(tmp_path / "out"), [file], olmo_tokenizer_file, backend="gigatoken")
 

@@ -13,8 +13,8 @@ import pytest
 
 from megatron_fanformer.cli import main
 from megatron_fanformer.errors import CorruptError, InputError, InUseError
+from megatron_fanformer.prepare.encoded_inputs import work_folder
 from megatron_fanformer.prepare.prepare import prepare, prepare_shard
-from megatron_fanformer.prepare.shards import work_folder
 from megatron_fanformer.prepare.verb import PrepareConfig, Shard
 from tests.data.chat_making import made_up_chats
 from tests.disk_steps import small_files

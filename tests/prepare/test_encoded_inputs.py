@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_fanformer.prepare.encoded_inputs import work_folder
 from megatron_fanformer.prepare.outputs import writing_to
-from megatron_fanformer.prepare.shards import work_folder
 from tests.disk_steps import network_disk
 
 
@@ -16,7 +16,7 @@ def test_a_work_folder_goes_on_a_network_disk(tmp_path: Path, monkeypatch: pytes
     prefix = str(tmp_path / "new" / "out")
     with writing_to(prefix), work_folder(prefix) as work:
         (work.path / "00000000.json").touch()
-        work.end()
+        work.clear()
         assert [path.name for path in work.path.iterdir()] == ["lock"]  # still held
     with work_folder(prefix):
         pass
