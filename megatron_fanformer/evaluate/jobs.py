@@ -173,7 +173,7 @@ def evaluate_jobs(request: EvaluationRequest, jobs: Jobs, grid: RankGrid, *, log
             shape = (source.config, dtype)
             parallel, kernels = request.layout.parallel, request.layout.kernels
             stages = build_stages(source.config, parallel, grid, dtype=dtype, seed=None, kernels=kernels)
-        source.fill(stages, grid)
+        source.read_weights(stages, grid)
         if job.survey.sets:
             log(f"{path}: perplexity")
         losses = perplexity_of_sets(stages, job.survey.sets, grid, batch_tokens=batch_tokens)

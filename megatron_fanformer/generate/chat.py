@@ -1,7 +1,8 @@
-"""`chat`: a conversation in a terminal or a pipe, with a key/value cache that is kept from turn to turn."""
+"""The verb `chat`: a conversation in a terminal or a pipe, with a key/value cache that is kept from turn to turn."""
 
+import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import torch
@@ -22,14 +23,14 @@ from megatron_fanformer.generate.models import TrainedModel, find_model_and_toke
 from megatron_fanformer.generate.verb import ChatConfig
 from megatron_fanformer.runtime.device import return_freed_memory
 
-FREE_SHARE = 4  # one part in so many of the context is kept free for an answer of unstated length
+ANSWER_SHARE = 4  # without a stated length, an answer has room for the context's tokens divided by this number
 RESET, QUIT = "/reset", "/quit"
 HINT = f"{RESET} begins anew; {QUIT} or Ctrl-D ends; Ctrl-C ends an answer, twice the program"
 
 
 @contextmanager
 def open_chat(config: ChatConfig) -> Iterator["Chat"]:
-    """Load a model to talk to, in a process group of this process alone; errors are found before weights are read."""
+    """Load a model to talk to, in a process group of this process alone. Raises InputError before weights are read."""
     if problems := config.problems():
         raise InputError("\n".join(problems))
     source, tokenizer = find_model_and_tokenizer(config.checkpoint, config.tokenizer, eod_id=config.eod_id)
@@ -45,7 +46,7 @@ def open_chat(config: ChatConfig) -> Iterator["Chat"]:
 
 
 class Chat:
-    """A conversation: its messages, and the tokens that the model's cache holds of it."""
+    """A conversation with a model: the messages, and a cache that holds the first of their tokens."""
 
     def __init__(self, model: TrainedModel, tokenizer: Tokenizer, template: ChatTemplate, config: ChatConfig) -> None:
         self._tokenizer, self._template, self._config = tokenizer, template, config
@@ -55,62 +56,61 @@ class Chat:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew; the system message stays."""
+        """Begin a new conversation with the same system message."""
         system = self._config.system
-        self.forgotten = 0
-        """Number of turns left out to make room."""
+        self.num_dropped_turns = 0
+        """The turns left out so far to make room for others."""
         self._messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
 
     def answer(self, text: str) -> Iterator[str]:
-        """Add a message, and yield the answer as it is generated: for each token its new text, which may be empty.
+        """Add a message; generate the answer and yield, for each of its tokens, the new text, which may be empty.
 
-        Whatever was generated joins the conversation, even if the caller breaks off. A message that is too long for
-        the context, or refused by the template, raises InputError and leaves the conversation as it was.
+        If the caller stops early, the conversation keeps the text generated so far. Raises InputError if the message is
+        too long for the context or the template refuses it; the conversation then stays as it was.
         """
         ids = self._make_room([*self._messages, {"role": "user", "content": text}])
-        room = self._context_tokens - len(ids)
-        most = min(self._config.max_new_tokens or room, room)
-        answer = Continuation(self._tokenizer, ids, self._config, max_new_tokens=most, stop=self._config.stop)
-        written = 0
+        free_tokens = self._context_tokens - len(ids)
+        max_new_tokens = min(self._config.max_new_tokens or free_tokens, free_tokens)
+        answer = Continuation(self._tokenizer, ids, self._config, max_new_tokens=max_new_tokens, stop=self._config.stop)
+        num_yielded = 0  # characters
         try:
             while answer.ended_by is None:
-                answer.take(self._logits_after([*ids, *answer.ids]))
-                settled = answer.settled_text
-                yield settled[written:]
-                written = len(settled)
+                answer.choose_token(self._logits_after([*ids, *answer.ids]))
+                final_text = answer.final_text
+                yield final_text[num_yielded:]
+                num_yielded = len(final_text)
         finally:
             self._messages.append({"role": "assistant", "content": answer.text})
-            return_freed_memory()  # each token's attention was of another size
+            return_freed_memory()  # every token's attention had another size
 
     def _make_room(self, messages: list[Message]) -> list[int]:
-        """Drop a conversation's oldest turns until an answer has room; keep the rest, and return its tokens."""
-        needed_tokens = self._config.max_new_tokens or self._context_tokens // FREE_SHARE
-        dropped_turns = 0
-        while len(ids := self._encode(messages)) + needed_tokens > self._context_tokens:
-            turns = [number for number, message in enumerate(messages) if message["role"] == "user"]
-            if len(turns) < 2:
+        """Drop the oldest turns until an answer has room; keep the other messages, and return their tokens."""
+        needed_tokens = self._config.max_new_tokens or self._context_tokens // ANSWER_SHARE
+        num_dropped = 0
+        while True:
+            chat = self._template.render(messages, add_generation_prompt=True, needs_learned=False)
+            ids: list[int] = encode_chat(self._tokenizer, chat)[0].tolist()
+            turn_starts = [place for place, message in enumerate(messages) if message["role"] == "user"]
+            if len(ids) + needed_tokens <= self._context_tokens or len(turn_starts) < 2:
                 break
-            messages, dropped_turns = [*messages[: turns[0]], *messages[turns[1] :]], dropped_turns + 1
+            messages = [*messages[: turn_starts[0]], *messages[turn_starts[1] :]]
+            num_dropped += 1
         if len(ids) >= self._context_tokens:
             raise InputError(
                 f"the message makes {len(ids)} tokens with what stands before it, and the model was trained on "
                 f"{self._context_tokens}; write a shorter one"
             )
-        self._messages, self.forgotten = messages, self.forgotten + dropped_turns
+        self._messages = messages
+        self.num_dropped_turns += num_dropped
         return ids
 
-    def _encode(self, messages: Sequence[Message]) -> list[int]:
-        chat = self._template.render(messages, add_generation_prompt=True, needs_learned=False)
-        ids, _ = encode_chat(self._tokenizer, chat)
-        return [int(token) for token in ids]
-
     def _logits_after(self, ids: list[int]) -> Tensor:
-        """Return the logits [v] of the token after `ids`; the model reads only those that the cache does not hold."""
-        pairs = enumerate(zip(self._cached_ids, ids[:-1], strict=False))
-        known = next((place for place, (old, new) in pairs if old != new), min(len(self._cached_ids), len(ids) - 1))
-        self._decoder.rewind(known)
-        self._cached_ids = ids[:known]  # should the reading be broken off
-        (logits_v,) = self._decoder.next_logits(torch.tensor([ids[known:]]))
+        """Return the logits [v] of the token after `ids`; the model reads only tokens that are not in the cache."""
+        pairs = zip(self._cached_ids, ids[:-1], strict=False)
+        num_cached = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        self._decoder.rewind(num_cached)
+        self._cached_ids = ids[:num_cached]  # still true if Ctrl-C ends the next line
+        (logits_v,) = self._decoder.next_logits(torch.tensor([ids[num_cached:]]))
         self._cached_ids = ids
         return logits_v
 
@@ -119,24 +119,24 @@ class Chat:
 
 
 def talk(config: ChatConfig) -> None:
-    """Answer the lines of standard input, a terminal's or a pipe's, until it ends.
+    """Answer each line of standard input, from a terminal or a pipe; write only the answers to standard output.
 
-    Standard output has nothing but the answers. A message that cannot be answered may be rephrased in a terminal, and
-    ends a pipe with InputError; Ctrl-C ends a pipe, and a terminal if it comes twice without a line in between.
+    In a terminal, a message that cannot be answered may be rephrased, and Ctrl-C twice without a line in between ends
+    the conversation. A pipe ends with the first such message, which raises InputError, or the first Ctrl-C.
     """
     with open_chat(config) as chat:
         if not sys.stdin.isatty():
             _talk_in_pipe(chat)
             return
         with suppress(ImportError):
-            import readline  # noqa: F401  (input() edits lines by it)
+            import readline  # noqa: F401  (then input() lets users edit the line)
         _talk_in_terminal(chat)
 
 
 def _talk_in_pipe(chat: Chat) -> None:
     for number, line in enumerate(sys.stdin.buffer, start=1):
         try:
-            if not _carry_out(chat, line.decode("utf-8-sig").rstrip("\r\n")):
+            if not _handle_line(chat, line.decode("utf-8-sig").rstrip("\r\n")):
                 return
         except UnicodeDecodeError:
             raise InputError(f"line {number} of the messages is not valid UTF-8; write them in that") from None
@@ -151,7 +151,7 @@ def _talk_in_terminal(chat: Chat) -> None:
         try:
             line = input("> " if sys.stdout.isatty() else "")
             is_interrupted = False
-            if not _carry_out(chat, line):
+            if not _handle_line(chat, line):
                 return
         except EOFError:
             return print()
@@ -165,17 +165,17 @@ def _talk_in_terminal(chat: Chat) -> None:
             _print_notice(str(error))
 
 
-def _carry_out(chat: Chat, text: str) -> bool:
-    """Carry out a command or answer a message; return False where the conversation is to end."""
+def _handle_line(chat: Chat, text: str) -> bool:
+    """Carry out a command, or answer a message; return whether the conversation goes on."""
     command = text.strip()
     if command == RESET:
         chat.reset()
     elif command and command != QUIT:
-        forgotten = chat.forgotten
+        had_dropped_turns = chat.num_dropped_turns > 0
         for piece in chat.answer(text):
             print(piece, end="", flush=True)
         print(flush=True)
-        if chat.forgotten and not forgotten:
+        if chat.num_dropped_turns and not had_dropped_turns:
             _print_notice("the conversation is longer than the model's context; its oldest turns are left out")
     return command != QUIT
 

@@ -1,10 +1,9 @@
-"""`generate`: sampled tokens, their text, the decoding of several prompts in one batch, and their output.
+"""The verb `generate`: sample tokens, decode them to text, continue several prompts in one batch, and print the texts.
 
-Several are continued together, by megatron-core's key/value cache, to the text that each has alone. The cache gives all
-rows of a batch the same position, and megatron-core's causal mask has no room for padding. So a batch begins with as
-many tokens as its shortest prompt has, and then goes on token by token: a row whose prompt is longer is given its own
-next token until it has been read, and only then chooses one. Nothing is padded, every position is the row's own, and a
-batch of prompts of about one length loses next to nothing.
+A prompt has the same continuation in a batch as alone. megatron-core's key/value cache keeps all rows of a batch at the
+same position, and its causal mask allows no padding. So the model first reads as many tokens of each prompt as the
+shortest prompt has, and then one token per row and step: the next one of the prompt while there is one, otherwise the
+token chosen last. This costs next to nothing if the prompts of a batch have about the same length.
 
 Shapes: b batch, s sequence, v vocabulary.
 """
@@ -26,16 +25,16 @@ from megatron_fanformer.runtime.device import return_freed_memory
 from megatron_fanformer.runtime.seeding import generator_for
 
 EndedBy = Literal["end_of_text", "stop", "length"]
-CONTEXT_TOKENS = 8  # of the prompt, decoded with the new ones: a tokenizer may decode a text's first token otherwise
-CUT_OFF = "\N{REPLACEMENT CHARACTER}"  # a decoder returns it for a character with missing bytes
+CONTEXT_TOKENS = 8  # the prompt's last tokens, decoded before new ones: tokenizers may decode a first token differently
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # a decoder returns it for a character with missing bytes
 
 
 def token_probabilities(logits_v: Tensor, config: SamplingConfig) -> Tensor:
-    """Return the distribution [v] that is drawn from at a temperature above 0: float64, zero where a token is cut off.
+    """Return the probabilities [v] float64 of the next token, at a temperature above 0.
 
-    Temperature comes first, then top-k, then top-p on the rest. Among equal logits the lower id ranks first.
+    The temperature is applied first, then top-k, then top-p to the others. Of equal logits, the lower id ranks first.
     """
-    # Shifted to a maximum of 0, so that no temperature, however low, makes the most likely token's logit infinite.
+    # The largest logit becomes 0, which no temperature, however low, can make infinite.
     scaled_v = (logits_v.double() - logits_v.max()) / config.temperature
     ranked, ids = scaled_v.sort(descending=True, stable=True)
     if config.top_k:
@@ -47,10 +46,9 @@ def token_probabilities(logits_v: Tensor, config: SamplingConfig) -> Tensor:
 
 
 def next_token(logits_v: Tensor, config: SamplingConfig, generator: torch.Generator) -> int:
-    """Choose the next token from logits [v] on any device; the draw is the CPU's, the same for all devices.
+    """Choose the next token by its logits [v]; the CPU draws, so that all devices give the same tokens.
 
-    Raises:
-        DivergenceError: a logit is not finite.
+    Raises DivergenceError if a logit is not finite.
     """
     logits_v = logits_v.float().cpu()
     if not logits_v.isfinite().all():
@@ -66,9 +64,9 @@ def next_token(logits_v: Tensor, config: SamplingConfig, generator: torch.Genera
 
 
 class NewText:
-    """The text of new tokens, decoded after the prompt, up to the first stop string.
+    """Decodes the new tokens after a prompt, up to the first stop string.
 
-    Ids that the model's vocabulary has and the tokenizer does not, like the end of text, have no text.
+    The end of text has no text, nor have ids that only the model's vocabulary has.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop: Sequence[str] = ()) -> None:
@@ -79,32 +77,32 @@ class NewText:
         self.is_stopped = False
 
     def update(self, ids: Sequence[int]) -> None:
-        """Decode all new tokens so far."""
+        """Set `text` and `is_stopped` from all new tokens so far."""
         text = self._tokenizer.decode(self._context + self._with_text(ids))[self._context_length :]
-        places = [place for place in map(text.find, self._stop) if place >= 0]
-        self.is_stopped = bool(places)
-        self.text = text[: min(places)] if places else text
+        stop_places = [place for place in map(text.find, self._stop) if place >= 0]
+        self.is_stopped = bool(stop_places)
+        self.text = text[: min(stop_places)] if stop_places else text
 
     @property
-    def settled(self) -> str:
-        """The part of the text that no further token changes: no cut-off character, no beginning of a stop string."""
+    def final(self) -> str:
+        """The part of `text` that no further token changes: no incomplete character, no beginning of a stop string."""
         if self.is_stopped:
             return self.text
-        text = self.text.rstrip(CUT_OFF)
-        begun = (
-            length for stop in self._stop for length in range(len(stop) - 1, 0, -1) if text.endswith(stop[:length])
-        )
-        return text[: len(text) - max(begun, default=0)]
+        text = self.text.rstrip(INCOMPLETE)
+        beginnings = (stop[:length] for stop in self._stop for length in range(1, len(stop)))
+        return text[: len(text) - max((len(start) for start in beginnings if text.endswith(start)), default=0)]
 
     def _with_text(self, ids: Sequence[int]) -> list[int]:
+        """Return those ids that have text."""
         size, end = self._tokenizer.vocab_size, self._tokenizer.eod_id
         return [token for token in ids if token < size and token != end]
 
 
 class Continuation:
-    """A prompt of at least one token, and its new ones, which the seed, the prompt and `sample` alone decide.
+    """A prompt of at least one token, and the new tokens after it.
 
-    Ended by the tokenizer's end of text, a `stop` string, or `max_new_tokens`, at least one.
+    Draws depend only on the seed, the prompt and the number `sample`. The tokenizer's end of text, a string of `stop`
+    or `max_new_tokens` (at least one) ends the continuation.
     """
 
     def __init__(
@@ -120,30 +118,30 @@ class Continuation:
         self.prompt_ids = list(prompt_ids)
         self.max_new_tokens = max_new_tokens
         self.ids: list[int] = []
-        """New tokens; they end with the end of text or a stop string once that is reached."""
+        """The new tokens, including the end of text or the stop string."""
         self.ended_by: EndedBy | None = None
-        name = f"sample {sample} of {' '.join(map(str, prompt_ids))}"  # draws do not depend on torch's global state
+        name = f"sample {sample} of {' '.join(map(str, prompt_ids))}"
         self._sampling, self._generator = sampling, generator_for(sampling.seed, name)
         self._end_of_text_id = tokenizer.eod_id
         self._new_text = NewText(tokenizer, prompt_ids, stop)
 
     @property
     def length(self) -> int:
-        """Tokens so far, the prompt's and new ones."""
+        """Return the number of tokens, of the prompt and new."""
         return len(self.prompt_ids) + len(self.ids)
 
     @property
     def text(self) -> str:
-        """The new text, without the end of text and without a stop string."""
+        """Return the new text, without the end of text and without a stop string."""
         return self._new_text.text
 
     @property
-    def settled_text(self) -> str:
-        """Return the beginning of `text` that is final."""
-        return self._new_text.text if self.ended_by else self._new_text.settled
+    def final_text(self) -> str:
+        """Return the beginning of `text` that further tokens do not change."""
+        return self._new_text.text if self.ended_by else self._new_text.final
 
-    def take(self, logits_v: Tensor) -> None:
-        """Choose the next token from its logits [v]; raises as `next_token`."""
+    def choose_token(self, logits_v: Tensor) -> None:
+        """Choose the next token by its logits [v]. Raises DivergenceError if a logit is not finite."""
         self.ids.append(next_token(logits_v, self._sampling, self._generator))
         self._new_text.update(self.ids)
         if self.ids[-1] == self._end_of_text_id:
@@ -160,9 +158,9 @@ class Continuation:
 def continue_all(
     model: TrainedModel, rows: Sequence[Continuation], batch_size: int, on_batch: Callable[[int], None] = lambda _: None
 ) -> None:
-    """Continue prompts to their ends, in batches of about one length, the longest first.
+    """Continue prompts to their ends, in batches of about equal length, the longest first.
 
-    Each batch ends with `on_batch(number of continuations that have ended)`.
+    After each batch, `on_batch` is called with the number of continuations that have ended.
     """
     by_length = sorted(rows, key=lambda row: -row.length)
     for first in range(0, len(by_length), batch_size):
@@ -171,23 +169,23 @@ def continue_all(
 
 
 def continue_together(model: TrainedModel, continuations: Sequence[Continuation]) -> None:
-    """Continue prompts as one batch to their ends; rows that have ended leave it."""
-    return_freed_memory()  # which an earlier batch of other lengths has left
+    """Continue prompts to their ends in one batch; a row leaves the batch when it has ended."""
+    return_freed_memory()  # of an earlier batch with other lengths
     rows = list(continuations)
-    given = min(row.length for row in rows)
+    shortest = min(row.length for row in rows)
     decoder = model.decoder(len(rows), max(row.length + row.max_new_tokens for row in rows))
-    logits_bv = decoder.next_logits(torch.tensor([row.prompt_ids[:given] for row in rows]))
-    for length in itertools.count(given):  # tokens of each row in the cache
+    logits_bv = decoder.next_logits(torch.tensor([row.prompt_ids[:shortest] for row in rows]))
+    for num_cached in itertools.count(shortest):  # tokens of each row in the cache
         for row, logits_v in zip(rows, logits_bv.cpu(), strict=True):
-            if row.length == length:
-                row.take(logits_v)
-        left = [number for number, row in enumerate(rows) if row.ended_by is None]
-        if not left:
+            if row.length == num_cached:
+                row.choose_token(logits_v)
+        unfinished = [number for number, row in enumerate(rows) if row.ended_by is None]
+        if not unfinished:
             return
-        if len(left) < len(rows):
-            decoder.keep(left)
-            rows = [rows[number] for number in left]
-        next_ids = [[*row.prompt_ids, *row.ids][length] for row in rows]
+        if len(unfinished) < len(rows):
+            decoder.keep_rows(unfinished)
+            rows = [rows[number] for number in unfinished]
+        next_ids = [[*row.prompt_ids, *row.ids][num_cached] for row in rows]
         logits_bv = decoder.next_logits(torch.tensor(next_ids)[:, None])
 
 
@@ -195,15 +193,16 @@ def continue_together(model: TrainedModel, continuations: Sequence[Continuation]
 
 
 def generate(config: GenerateConfig) -> Iterator[Continuation]:
-    """Continue prompts, at least one, and yield the samples of the first, then those of the next, batch by batch.
+    """Continue `config.prompts`, at least one; yield all samples of the first prompt, then those of the next.
 
-    A text depends on the model, the settings, the seed, its prompt and the sample's number alone: neither on the other
-    prompts nor on the batch, but for sums of floating-point numbers in another order, which can tip a near tie.
+    A text does not depend on the other prompts or on the batch size, except that floating-point sums in another order
+    can tip a near tie. Raises InputError if an option is wrong, a prompt is too long, or no model is found.
     """
     if problems := config.problems():
         raise InputError("\n".join(problems))
     source, tokenizer = find_model_and_tokenizer(config.checkpoint, config.tokenizer, eod_id=config.eod_id)
-    prompts = [tokenizer.encode(prompt) or [tokenizer.eod_id] for prompt in config.prompts]  # documents follow one
+    # An empty prompt becomes the end of text, which stands before every document but the first.
+    prompts = [tokenizer.encode(prompt) or [tokenizer.eod_id] for prompt in config.prompts]
     new_tokens, seq_length = config.max_new_tokens, source.config.seq_length
     number, longest = max(enumerate(map(len, prompts), start=1), key=lambda numbered: numbered[1])
     if longest + new_tokens > seq_length:
@@ -224,23 +223,23 @@ def generate(config: GenerateConfig) -> Iterator[Continuation]:
 
 
 def print_generations(config: GenerateConfig) -> None:
-    """Continue prompts and print each with its continuation, or as an object a line with `config.json`.
+    """Continue prompts and print each with its continuation, or a line of JSON for each with `config.json`.
 
-    Several are separated by a line before each; a single one has none, so that the output is the text itself.
+    Of several texts, each has a line with its number before it; a single text is printed alone.
     """
     if config.prompts_file is not None:
         config = replace(config, prompts=(*config.prompts, *read_prompts(config.prompts_file)))
     if not config.prompts:
         raise InputError("there is no text to continue; name one with --prompt, or a file of them with --prompts")
     is_single = len(config.prompts) * config.num_samples == 1
-    for number, one in enumerate(generate(config)):
-        place, sample = divmod(number, config.num_samples)
-        prompt = config.prompts[place]
+    for number, text in enumerate(generate(config)):
+        prompt_number, sample = divmod(number, config.num_samples)
+        prompt = config.prompts[prompt_number]
         if config.json:
-            values = {"prompt": prompt, "sample": sample, "text": one.text, "ended_by": one.ended_by, "ids": one.ids}
+            values = {"prompt": prompt, "sample": sample, "text": text.text, "ended_by": text.ended_by, "ids": text.ids}
             print(json.dumps(values), flush=True)
             continue
         if not is_single:
             suffix = f", sample {sample + 1}" if config.num_samples > 1 else ""
-            print("\n" * (number > 0) + f"--- prompt {place + 1}{suffix}")
-        print(prompt + one.text, flush=True)
+            print("\n" * (number > 0) + f"--- prompt {prompt_number + 1}{suffix}")
+        print(prompt + text.text, flush=True)

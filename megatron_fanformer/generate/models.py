@@ -1,7 +1,7 @@
-"""Trained models in one process: find them without reading weights, load them, and compute logits.
+"""Trained models in one process: find a model without reading weights, load it, and compute logits.
 
-A checkpoint of any layout and an exported Hugging Face folder both become a single stage of megatron-core with the
-whole model, at tensor and pipeline parallel size 1.
+From a checkpoint of any layout or an exported Hugging Face folder, the whole model is loaded as one stage of
+megatron-core, at tensor and pipeline parallel size 1.
 
 Shapes: b batch, s sequence, v vocabulary without padding.
 """
@@ -32,22 +32,22 @@ from megatron_fanformer.runtime.seeding import local_shards, seed_everything
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """A trained model that was found; its weights are not read yet."""
+    """A trained model whose weights have not been read."""
 
     path: Path
-    """The checkpoint or exported folder itself."""
+    """The checkpoint (not the run's folder), or the exported folder."""
     config: FANformerConfig
     dtype: torch.dtype
     """Number format of the saved weights."""
     tokenizer: Path | None
     """The tokenizer next to the weights, if there is one."""
     end_of_text_id: int | None
-    """The id that ends a document, if it is stated: next to the weights, or by the user."""
-    fill: Callable[[list[Any], RankGrid], None]
-    """Reads the weights into a stage's chunks."""
+    """The id that ends a document, if the user or a file next to the weights states it."""
+    read_weights: Callable[[list[Any], RankGrid], None]
+    """Reads the weights into the chunks of a stage."""
 
     def refuse_larger(self, tokenizer: Tokenizer) -> None:
-        """Raise InputError if a tokenizer's ids lead out of the model's vocabulary."""
+        """Raise InputError if a tokenizer has ids outside the model's vocabulary."""
         if tokenizer.vocab_size > self.config.vocab_size:
             raise InputError(
                 f"tokenizer {tokenizer.path} has {tokenizer.vocab_size} ids, the model's vocabulary "
@@ -56,13 +56,13 @@ class ModelSource:
 
 
 def find_model(checkpoint: Path, *, eod_id: int | None = None) -> ModelSource:
-    """Find a trained model: in a run's folder (its latest), one checkpoint, or an exported Hugging Face folder.
+    """Find the model of a checkpoint, of the latest checkpoint in a run's folder, or of a Hugging Face folder.
 
-    A document ends with `eod_id`, whatever is stated next to the weights.
+    `eod_id` replaces the end of text that is stated next to the weights.
 
     Raises:
-        InputError: there is none, or it cannot be built.
-        CorruptError: its configuration cannot be read.
+        InputError: there is no model at this path, or it cannot be built.
+        CorruptError: the model's configuration cannot be read.
     """
     target = recognize(checkpoint, RUNNABLE)
     folder = checkpoint_of(target)
@@ -73,8 +73,8 @@ def find_model(checkpoint: Path, *, eod_id: int | None = None) -> ModelSource:
         is_bf16 = dtype == torch.bfloat16
     else:
         config = run_folder.saved_model(folder)
-        end = read_beside(folder / GENERATION_CONFIG).get("eos_token_id")
-        end_of_text_id = end if type(end) is int else None
+        stated_id = read_beside(folder / GENERATION_CONFIG).get("eos_token_id")
+        end_of_text_id = stated_id if type(stated_id) is int else None
         is_bf16 = run_folder.saved_config(folder).get("precision", {}).get("dtype") == "bf16"
     return ModelSource(
         path=folder,
@@ -82,14 +82,14 @@ def find_model(checkpoint: Path, *, eod_id: int | None = None) -> ModelSource:
         dtype=torch.bfloat16 if is_bf16 else torch.float32,
         tokenizer=run_folder.attached_tokenizer(folder),
         end_of_text_id=end_of_text_id if eod_id is None else eod_id,
-        fill=functools.partial(_fill_from_huggingface if target.kind == "hf" else load_weights, folder),
+        read_weights=functools.partial(_read_huggingface if target.kind == "hf" else load_weights, folder),
     )
 
 
 def find_model_and_tokenizer(
     checkpoint: str, stated_tokenizer: str | None = None, *, eod_id: int | None = None
 ) -> tuple[ModelSource, Tokenizer]:
-    """Find a model by `find_model`, and the tokenizer that is stated, or else lies next to it."""
+    """Find a model, and the stated tokenizer or the one next to the weights. Raises InputError if either is missing."""
     source = find_model(Path(checkpoint), eod_id=eod_id)
     path = stated_tokenizer or source.tokenizer
     if path is None:
@@ -100,12 +100,13 @@ def find_model_and_tokenizer(
 
 
 @torch.no_grad()
-def _fill_from_huggingface(folder: Path, stages: list[Any], grid: RankGrid) -> None:
+def _read_huggingface(folder: Path, chunks: list[Any], grid: RankGrid) -> None:
+    """Read the weights of an exported folder into the chunks of a stage."""
     from megatron_fanformer.convert.huggingface import open_huggingface
 
     config, tensors = open_huggingface(folder)
     whole = convert(tensors, config, "hf", "megatron")
-    for shard in local_shards({str(number): sharded_state(chunk, grid) for number, chunk in enumerate(stages)}):
+    for shard in local_shards({str(number): sharded_state(chunk, grid) for number, chunk in enumerate(chunks)}):
         shard.data.copy_(whole[shard.key][shard.global_slice()])
 
 
@@ -114,17 +115,17 @@ class TrainedModel:
 
     def __init__(self, stage: torch.nn.Module, config: FANformerConfig, device: torch.device) -> None:
         self.config = config
-        self.reads_on = any(isinstance(module, TorchCoreAttention) for module in stage.modules())
-        """True if its attention can mask several tokens behind a filled cache."""
+        self.masks_behind_cache = any(isinstance(module, TorchCoreAttention) for module in stage.modules())
+        """Whether several tokens may be read at once when the cache is filled: the attention masks them causally."""
         self._stage = stage.eval()
         self._device = device
 
     def logits(self, ids_bs: Tensor) -> Tensor:
-        """Return logits [b, s, v] of every position of token ids [b, s], in float32, without vocabulary padding."""
+        """Return the logits [b, s, v] of token ids [b, s], in float32, without vocabulary padding."""
         return self._forward(ids_bs, first_position=0, cache=None)
 
     def decoder(self, batch_size: int, max_length: int) -> "Decoder":
-        """Return a decoder of `batch_size` sequences of up to `max_length` tokens."""
+        """Return a decoder for `batch_size` sequences of up to `max_length` tokens."""
         return Decoder(self, StaticInferenceContext(batch_size, max_length))
 
     @torch.no_grad()
@@ -134,7 +135,7 @@ class TrainedModel:
         logits = self._stage(
             input_ids=ids_bs,
             position_ids=positions.expand_as(ids_bs),
-            attention_mask=None,  # the layers' own: causal, or none for a single query on a filled cache
+            attention_mask=None,  # the layers mask causally, or not at all for one query on a filled cache
             inference_context=cache,
             runtime_gather_output=True,
         )
@@ -142,17 +143,17 @@ class TrainedModel:
 
 
 class Decoder:
-    """Decodes token by token: keys and values of the tokens given so far stay in megatron-core's cache."""
+    """Reads tokens and returns the logits of the next; megatron-core's cache keeps the keys and values."""
 
     def __init__(self, model: TrainedModel, cache: StaticInferenceContext) -> None:
         self._model, self._cache = model, cache
 
     def next_logits(self, ids_bs: Tensor) -> Tensor:
-        """Return logits [b, v] of the token after `ids_bs` [b, s], which follow the tokens given so far."""
-        # A filled cache turns megatron-core's causal mask off. Where the attention does not put it back, several
-        # queries would see each other's future.
-        one_by_one = self._cache.sequence_len_offset > 0 and not self._model.reads_on
-        for part_bs in ids_bs.split(1 if one_by_one else ids_bs.shape[1], dim=1):
+        """Read the next tokens `ids_bs` [b, s] of all rows; return the logits [b, v] of the token after them."""
+        # A filled cache turns megatron-core's causal mask off. An attention that does not mask by itself must read the
+        # tokens one by one, or they would see each other's future.
+        is_one_by_one = self._cache.sequence_len_offset > 0 and not self._model.masks_behind_cache
+        for part_bs in ids_bs.split(1 if is_one_by_one else ids_bs.shape[1], dim=1):
             length = self._cache.sequence_len_offset
             logits = self._model._forward(part_bs, first_position=length, cache=self._cache)
             self._cache.increment_sequence_len_offset(part_bs.shape[1])
@@ -165,25 +166,25 @@ class Decoder:
             self._cache.reset()
         self._cache.sequence_len_offset = length
 
-    def keep(self, rows: list[int]) -> None:
-        """Go on with these rows of the batch alone, in this order."""
-        memory = self._cache.key_value_memory_dict  # of each layer [s, b, n, d]; sized by its tensors, not the context
+    def keep_rows(self, rows: list[int]) -> None:
+        """Reduce the batch to these rows, in this order."""
+        memory = self._cache.key_value_memory_dict  # megatron-core reads the batch size from these [s, b, n, d]
         for layer, keys_and_values in memory.items():
             memory[layer] = tuple(tensor[:, rows] for tensor in keys_and_values)
 
 
 def build_model(source: ModelSource, grid: RankGrid) -> TrainedModel:
-    """Build a model and read its weights: in bf16 if they were saved so and there is a GPU, else in float32."""
+    """Build a model and read its weights: in bf16 if they were saved in bf16 and there is a GPU, else in float32."""
     dtype = source.dtype if grid.device == "cuda" else torch.float32
     (stage,) = build_stages(source.config, ParallelConfig(), grid, dtype=dtype, seed=None)
-    source.fill([stage], grid)
+    source.read_weights([stage], grid)
     return TrainedModel(stage, source.config, grid.torch_device)
 
 
 @contextmanager
 def load_model(checkpoint: Path) -> Iterator[TrainedModel]:
-    """Yield the model of a checkpoint, in a process group of this process alone; there must be none yet."""
+    """Yield the model of a checkpoint, in a new process group of this process alone; no other one may exist."""
     source = find_model(checkpoint)
     with distributed(ParallelConfig()) as grid:
-        seed_everything(0)  # megatron-core builds layers on a GPU from random states that must exist
+        seed_everything(0)  # creates the random states that megatron-core needs to build layers on a GPU
         yield build_model(source, grid)

@@ -18,7 +18,7 @@ AnyConfig = TypeVar("AnyConfig", "GenerateConfig", "ChatConfig")
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """How the next token is chosen."""
+    """Options of how the next token is chosen."""
 
     temperature: float = option(0.0, group=SAMPLING)
     """Divides the logits; 0 takes the most likely token, and the options below have no effect."""
@@ -47,7 +47,7 @@ class SamplingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class _TextConfig(SamplingConfig):
-    """The model, and the strings that end its texts."""
+    """Options that `generate` and `chat` share."""
 
     checkpoint: str = argument()
     """A run's folder, one checkpoint, the URL of one, or an exported Hugging Face folder."""
@@ -78,13 +78,13 @@ class GenerateConfig(_TextConfig):
 
     def problems(self) -> list[str]:
         """Return the rules of single fields that this configuration breaks, one line each."""
-        if self.num_samples == 1 or self.temperature != 0:
-            return super().problems()
-        return [
-            *super().problems(),
-            f"num_samples is {self.num_samples}, but temperature 0 takes the most likely tokens each time; set a "
-            "temperature above 0, or num_samples to 1",
-        ]
+        problems = super().problems()
+        if self.num_samples > 1 and self.temperature == 0:
+            problems.append(
+                f"num_samples is {self.num_samples}, but temperature 0 takes the most likely tokens each time; set a "
+                "temperature above 0, or num_samples to 1"
+            )
+        return problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,28 +99,28 @@ class ChatConfig(_TextConfig):
     """The most tokens of an answer (default: what the model's context holds)"""
 
 
-def _before(config: AnyConfig) -> tuple[AnyConfig]:
+def _fetch_and_check(config: AnyConfig) -> tuple[AnyConfig]:
+    """Return the options with a local path in place of a URL; prepare the import of megatron-core."""
     from megatron_fanformer.checkpoint.remote import on_this_machine
     from megatron_fanformer.convert.recognition import RUNNABLE, recognize
 
     checkpoint = on_this_machine(config.checkpoint)
-    recognize(checkpoint, RUNNABLE)  # what cannot be run is reported before torch is imported
+    recognize(checkpoint, RUNNABLE)  # now, to report an error before torch is imported
     device.prepare_megatron()
     return (replace(config, checkpoint=checkpoint),)
 
 
 class _Prompt(msgspec.Struct):
-    """A line of a JSON file of prompts; its other fields are not read."""
+    """A line of a file of prompts in JSON; other fields are ignored."""
 
     prompt: str
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Return the prompts of a file, in order; lines of white space alone are passed over.
+    """Return the prompts in a file, one from each line that is not blank.
 
-    Raises:
-        InputError: it cannot be read, is not UTF-8, holds no prompt, or a line of a .jsonl file is not an object with a
-            `prompt`.
+    Raises InputError if the file cannot be read, is not UTF-8 or holds no prompt, or if a line of a .jsonl file is not
+    an object with a text `prompt`.
     """
     try:
         text = regular_file(path).read_bytes().decode("utf-8-sig")
@@ -150,7 +150,7 @@ GENERATE = Verb(
     help="Continue prompts.",
     options=GenerateConfig,
     run="megatron_fanformer.generate.generate:print_generations",
-    before=_before,
+    before=_fetch_and_check,
     examples=(
         'generate runs/demo/run --prompt "def main("',
         "generate exported-folder --prompt Once\n--temperature 0.8 --top-p 0.95 --seed 1",
@@ -163,7 +163,7 @@ CHAT = Verb(
     help="Talk to a model that was fine-tuned on chats.",
     options=ChatConfig,
     run="megatron_fanformer.generate.chat:talk",
-    before=_before,
+    before=_fetch_and_check,
     examples=(
         'chat runs/sft --system "Answer briefly."',
         "chat exported-folder --temperature 0.7 --top-p 0.9",

@@ -116,14 +116,14 @@ def all_logits(model: TrainedModel, ids_bs: list[list[int]]) -> list[Any]:
     return model.logits(torch.tensor(ids_bs)).tolist()
 
 
-def logits_read_on(model: TrainedModel, ids_bs: list[list[int]], reads_on: bool) -> list[Any]:
+def logits_read_on(model: TrainedModel, ids_bs: list[list[int]], masks_behind_cache: bool) -> list[Any]:
     """Logits [b, 3, v] after 3 tokens; after the fourth and the first twice; and after all, read behind the fourth.
 
     Args:
-        reads_on: False: as with an attention that takes one query alone behind a filled cache.
+        masks_behind_cache: False: as with an attention that takes one query alone behind a filled cache.
     """
-    assert model.reads_on
-    model.reads_on = reads_on
+    assert model.masks_behind_cache
+    model.masks_behind_cache = masks_behind_cache
     ids = torch.tensor(ids_bs)
     decoder = model.decoder(ids.shape[0], ids.shape[1])
     found = [decoder.next_logits(ids[:, :3]), decoder.next_logits(ids[:, [3, 0, 0]])]

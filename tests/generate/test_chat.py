@@ -84,14 +84,14 @@ def test_the_oldest_turns_leave_a_full_context_and_the_system_stays(exported_cha
     texts = ["a" * 26, "b" * 26, "c" * 26]
     with open_chat(asked(exported_chat, system=SYSTEM)) as chat:
         answers = ["".join(chat.answer(text)) for text in texts]
-        assert chat.forgotten == 1
+        assert chat.num_dropped_turns == 1
         contents = [message["content"] for message in chat._messages]
         assert contents == [SYSTEM, texts[1], answers[1], texts[2], answers[2]]
         with pytest.raises(InputError, match=r"makes 1[0-9]{2} tokens .* trained on 128; write a shorter one"):
             list(chat.answer("d" * 150))
         assert [message["content"] for message in chat._messages] == contents
         chat.reset()
-        assert (chat.forgotten, [message["content"] for message in chat._messages]) == (0, [SYSTEM])
+        assert (chat.num_dropped_turns, [message["content"] for message in chat._messages]) == (0, [SYSTEM])
 
 
 def test_an_answer_that_is_broken_off_stays_as_far_as_it_came(exported_chat):
@@ -131,7 +131,7 @@ def test_what_cannot_be_answered_is_one_line(exported_chat, monkeypatch, capsys,
 class Interrupted:
     """Stands in for a conversation in whose answers Ctrl-C comes after the first piece."""
 
-    forgotten = 0
+    num_dropped_turns = 0
 
     @staticmethod
     def answer(_text: str) -> Iterator[str]:

@@ -104,7 +104,7 @@ def settled_after_each(text: str, *stop: str) -> list[str]:
     found = []
     for count in range(1, len(ids) + 1):
         new.update(ids[:count])
-        found.append(new.settled)
+        found.append(new.final)
     return found
 
 
@@ -136,7 +136,7 @@ def test_the_first_stop_string_ends_the_text():
     new = NewText(Bytes(), [65], ["END", "x", "\nE"])
     new.update(list(b"one\nEND"))
     assert new.is_stopped
-    assert new.text == new.settled == "one"
+    assert new.text == new.final == "one"
 
 
 # -- batches
@@ -155,7 +155,7 @@ class FixedModel:
         assert (batch_size, max_length) == (len(self.sequences), max(map(len, self.sequences)))
         return self
 
-    def keep(self, rows):
+    def keep_rows(self, rows):
         self.sequences = [self.sequences[row] for row in rows]
 
     def next_logits(self, ids_bs):

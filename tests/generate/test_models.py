@@ -29,13 +29,13 @@ def test_the_cache_gives_the_logits_of_a_whole_pass(case, tmp_path, tokenizer_fi
     assert torch.allclose(torch.tensor(cached), torch.tensor(whole)[:, 2:], rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("reads_on", [True, False], ids=["together", "one by one"])
-def test_several_tokens_behind_the_cache_see_their_past_alone(reads_on, run_folder, run_on_ranks):
+@pytest.mark.parametrize("masks_behind_cache", [True, False], ids=["together", "one by one"])
+def test_several_tokens_behind_the_cache_see_their_past_alone(masks_behind_cache, run_folder, run_on_ranks):
     ids = [[7, 99, 3, 200, 41, 5, 6, 149], [1, 2, 3, 4, 5, 6, 7, 8]]
     others = [[*row[:4], row[0], row[0]] for row in ids]
     (whole,) = run_on_ranks(1, with_model, run_folder, all_logits, ids)
     (branch,) = run_on_ranks(1, with_model, run_folder, all_logits, others)
-    (found,) = run_on_ranks(1, with_model, run_folder, logits_read_on, ids, reads_on)
+    (found,) = run_on_ranks(1, with_model, run_folder, logits_read_on, ids, masks_behind_cache)
     expected = torch.stack([torch.tensor(whole)[:, 2], torch.tensor(branch)[:, 5], torch.tensor(whole)[:, 7]], dim=1)
     assert torch.allclose(torch.tensor(found), expected, rtol=0, atol=2e-5)
 
