@@ -1,6 +1,6 @@
-"""A corpus that every machine has: the Python standard library's own source files, as JSON lines.
+"""A corpus that every machine has: the source files of the Python standard library, as JSON lines.
 
-The same library gives the same bytes: documents are sorted by path, the held-out part is chosen by a hash of the path.
+The same library gives the same bytes: documents are sorted by path, and a hash of the path decides what is held out.
 """
 
 import gzip
@@ -22,12 +22,11 @@ COMPRESSION_LEVEL = 6
 
 
 def pack_standard_library(folder: Path, *, shards: int = 4, root: Path | None = None) -> tuple[list[Path], Path]:
-    """Write the library's sources as `train-0000N.jsonl.gz` shards and `held-out.jsonl.gz`; returns their paths.
+    """Write the library's sources to `train-0000N.jsonl.gz` and `held-out.jsonl.gz`; return the paths of these files.
 
-    About 5% of the files are held out. `root` is the library's folder, by default this interpreter's.
+    About 5% of the sources are held out. `root` is the folder of the library, by default this interpreter's.
 
-    Raises:
-        InputError: the library has no source files, or too few for the shards.
+    Raises InputError if the library has too few source files for so many shards and a held-out part.
     """
     root = root or Path(sysconfig.get_paths()["stdlib"])
     documents = list(_read_sources(root))
@@ -37,8 +36,8 @@ def pack_standard_library(folder: Path, *, shards: int = 4, root: Path | None = 
         raise InputError(f"{root} holds {len(documents)} Python files, too few for {shards} shards and a held-out part")
     folder.mkdir(parents=True, exist_ok=True)
     parts = {folder / f"train-{shard:05d}.jsonl.gz": train[shard::shards] for shard in range(shards)}
-    for path, of_part in {**parts, folder / "held-out.jsonl.gz": held_out}.items():
-        lines = msgspec.json.Encoder().encode_lines(of_part)
+    for path, part in {**parts, folder / "held-out.jsonl.gz": held_out}.items():
+        lines = msgspec.json.Encoder().encode_lines(part)
         write_atomically(path, gzip.compress(lines, COMPRESSION_LEVEL, mtime=0))
     return list(parts), folder / "held-out.jsonl.gz"
 
@@ -52,7 +51,7 @@ def _read_sources(root: Path) -> Iterator[dict[str, str]]:
         try:
             text = path.read_bytes().decode("utf-8")
         except UnicodeDecodeError:
-            continue  # another encoding, named in the file's first lines: not worth a decoder here
+            continue  # the file states another encoding in its first lines; a few such files may be left out
         if text:
             yield {"id": path.relative_to(root).as_posix(), "text": text, "source": "python-standard-library"}
 

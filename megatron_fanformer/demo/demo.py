@@ -1,7 +1,7 @@
-"""`demo`: from text to a trained FANformer to a Hugging Face folder to generated text, on this machine alone.
+"""The verb `demo`: from text to a trained FANformer, to a Hugging Face folder and to generated text, on this machine.
 
-The text is the Python standard library's own source code, the layout tensor parallel 2 on two local ranks, and the
-training is stopped half-way and resumed.
+The text is the source code of the Python standard library. The model is trained at tensor parallel 2, on two local
+ranks; the training is stopped half-way and resumed.
 """
 
 import dataclasses
@@ -40,9 +40,9 @@ from megatron_fanformer.train.start import start_run
 VOCAB_SIZE = 8192
 STEPS = 330
 RUN = "run"
-MARK = ".fanformer-demo"  # a folder that contains it is the demo's own, and may be replaced
+MARK = ".fanformer-demo"  # the demo made a folder that contains this file, and may replace it
 VALIDATION = "held-out"
-LOGITS_TOLERANCE = 1e-4  # the trainer's own against transformers', absolute; both in float32
+LOGITS_TOLERANCE = 1e-4  # absolute, between the trainer's logits and transformers'; both in float32
 PROMPT = "def read_lines(path):\n"
 NEW_TOKENS = 64
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "seed": 1}
@@ -52,15 +52,15 @@ MODEL = FANformerConfig(
 
 
 def run_demo(root: Path) -> None:
-    """Run the whole demo in the folder `root`, and print the results.
+    """Run all steps of the demo in the folder `root`, and print a summary.
 
     Raises:
-        InputError: the folder exists and is not an earlier demo's, or one is running in it.
-        FanformerError: a step did not do what it should.
+        InputError: the folder exists, and no earlier demo made it, or a run in it has not ended.
+        FanformerError: a step fails, or the export's logits differ from the trainer's.
     """
     started = time.monotonic()
     console = Console()
-    _claim(root)
+    _make_empty_folder(root)
     run, huggingface, loss_curve = root / RUN, root / "huggingface", root / "loss.png"
     with _step(console, 1, "documents: the standard library's source files"):
         train, held_out = pack_standard_library(root / "documents")
@@ -109,7 +109,7 @@ def run_demo(root: Path) -> None:
     console.print(table)
 
 
-def _claim(root: Path) -> None:
+def _make_empty_folder(root: Path) -> None:
     if root.exists():
         if not (root / MARK).exists():
             raise InputError(f"{root} exists and is not an earlier demo's folder; name another with --output")
@@ -128,12 +128,13 @@ def _step(console: Console, number: int, title: str) -> Iterator[None]:
 
 
 def _tokenize(root: Path, part: str, inputs: Sequence[Path]) -> int:
+    """Prepare the token files of one part of the corpus; return the number of tokens."""
     output, tokenizer = str(root / "tokens" / part), str(root / TOKENIZER_MODEL)
     return prepare(PrepareConfig(inputs=tuple(map(str, inputs)), output=output, tokenizer=tokenizer)).manifest.tokens
 
 
 def training_config(root: Path) -> dict[str, Any]:
-    """Return the demo's training run."""
+    """Return the configuration of the demo's training run."""
     return {
         "model": dataclasses.asdict(MODEL),
         "parallel": {"tensor_model_parallel_size": 2},
@@ -160,7 +161,7 @@ def training_config(root: Path) -> dict[str, Any]:
 
 
 def _train(root: Path, console: Console) -> None:
-    """Start one command twice: the first ends half-way (`exit_interval`), the second continues from its checkpoint."""
+    """Run one training command twice: the first run stops half-way (`exit_interval`), the second goes on from there."""
     config = root / "train.yaml"
     config.write_text(yaml.safe_dump(training_config(root), sort_keys=False))
     command = ["train", "--config", str(config)]
@@ -175,10 +176,9 @@ def _train(root: Path, console: Console) -> None:
 
 
 def compare_logits(root: Path, held_out: Path) -> float:
-    """Return the largest difference between the trainer's logits and the reloaded export's, on a held-out text.
+    """Return the largest difference between the trainer's logits and those of the reloaded export, on a held-out text.
 
-    Raises:
-        FanformerError: it is above the tolerance of the precision.
+    Raises FanformerError if the difference is above `LOGITS_TOLERANCE`.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
@@ -191,10 +191,10 @@ def compare_logits(root: Path, held_out: Path) -> float:
     ids = torch.tensor([load_tokenizer(root / TOKENIZER_MODEL).encode(text)[: MODEL.seq_length]])
     exported = AutoModelForCausalLM.from_pretrained(root / "huggingface", dtype=torch.float32).eval()
     with torch.inference_mode():
-        theirs = exported(ids).logits
+        exported_logits = exported(ids).logits
     with load_model(root / RUN) as model:
-        ours = model.logits(ids)[..., : MODEL.vocab_size].float()
-    difference = float((ours - theirs).abs().max())
+        trained_logits = model.logits(ids)
+    difference = float((trained_logits - exported_logits).abs().max())
     if not difference <= LOGITS_TOLERANCE:
         raise FanformerError(
             f"the export's logits differ from the trainer's by {difference:.1e}, more than {LOGITS_TOLERANCE}"
@@ -203,7 +203,7 @@ def compare_logits(root: Path, held_out: Path) -> float:
 
 
 def unigram_entropy(prefix: Path) -> float:
-    """Return the entropy of a token file's frequencies, in nats: the loss of knowing them and nothing else."""
+    """Return the loss, in nats per token, of a model that knows the frequencies of tokens in a file and nothing else."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     dataset = IndexedDataset(str(prefix))

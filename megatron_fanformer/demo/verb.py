@@ -16,7 +16,7 @@ class DemoOptions:
 
 
 def demo(options: DemoOptions) -> None:
-    """Run `demo`."""
+    """Run the verb `demo`, on the CPU even if there is a GPU."""
     device.prepare_megatron(on_cpu=True)
     from megatron_fanformer.demo.demo import run_demo
 

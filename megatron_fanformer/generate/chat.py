@@ -100,8 +100,7 @@ class Chat:
                 f"the message makes {len(ids)} tokens with what stands before it, and the model was trained on "
                 f"{self._context_tokens}; write a shorter one"
             )
-        self._messages = messages
-        self.num_dropped_turns += num_dropped
+        self._messages, self.num_dropped_turns = messages, self.num_dropped_turns + num_dropped
         return ids
 
     def _logits_after(self, ids: list[int]) -> Tensor:

@@ -149,9 +149,8 @@ def _parse_message(stated: Any) -> Message:
     if not isinstance(stated, dict):
         raise _Refused(NOT_MESSAGES)
     fields = {name: value for name, value in stated.items() if value is not None}
-    speaker = fields.pop("from", None)
-    content = fields.pop("value", None)
-    speaker, content = fields.get("role", speaker), fields.get("content", content)
+    speaker = fields.get("role", fields.pop("from", None))
+    content = fields.get("content", fields.pop("value", None))
     if not isinstance(speaker, str):
         raise _Refused(NOT_MESSAGES)
     if speaker not in ROLES:
@@ -276,9 +275,8 @@ class ChatEncoder:
         elif len(are_weighted) != len(rendered.learned):
             raise TemplateRefusal("answers have weights, and the template does not mark each of them", MARKS_OTHERS)
         spans = list(zip(rendered.learned, are_weighted, strict=True))
-        if self._settings.learn == "last":
-            spans = spans[-1:]
-        return rendered._replace(learned=[span for span, is_weighted in spans if is_weighted])
+        chosen_spans = spans if self._settings.learn == "all" else spans[-1:]
+        return rendered._replace(learned=[span for span, is_weighted in chosen_spans if is_weighted])
 
     def _cut_or_pad(self, ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool] | Refusal:
         """Cut or pad a conversation; return its ids, its mask and whether it was cut, or return the refusal."""

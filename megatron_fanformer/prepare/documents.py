@@ -316,8 +316,7 @@ class DocumentFile:
             try:
                 file = parquet.ParquetFile(raw, pre_buffer=False, buffer_size=BLOCK_BYTES)
                 names = self._columns(self.path, file.schema_arrow)
-                num_rows = _rows_per_block(file.metadata, names)
-                for batch in file.iter_batches(num_rows, columns=names, use_threads=False):
+                for batch in file.iter_batches(_rows_per_block(file.metadata, names), columns=names, use_threads=False):
                     self.bytes_read = max(self.bytes_read, raw.tell())
                     yield dict(zip(batch.schema.names, batch.columns, strict=True))
             except (pyarrow.ArrowException, OSError) as error:

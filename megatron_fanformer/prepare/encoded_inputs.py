@@ -86,10 +86,8 @@ def is_unchanged(file: InputFile, record: InputRecord) -> bool:
     Equal sizes, paths and modification times are enough; with another path or time, the contents are compared.
     """
     status = file.stat()
-    if status.st_size != record.bytes:
-        return False
     is_untouched = recorded_path(file) == record.path and status.st_mtime_ns == record.modified_ns
-    return is_untouched or input_sha256(file) == record.sha256
+    return status.st_size == record.bytes and (is_untouched or input_sha256(file) == record.sha256)
 
 
 class EncodedWriter:

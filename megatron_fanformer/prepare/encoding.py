@@ -82,10 +82,9 @@ class Gigatoken:
     def _load(self) -> None:
         import gigatoken  # an optional dependency
 
-        data = self._path.read_bytes()
         load = gigatoken.Tokenizer.from_json if self._path.suffix == ".json" else gigatoken.Tokenizer.from_sentencepiece
         self._tokenizer: Any = None  # frees the old cache before the new one grows
-        self._tokenizer = load(data)
+        self._tokenizer = load(self._path.read_bytes())
         self._text_left = CACHE_TEXT_BYTES
         self._resident_limit = psutil.Process().memory_info().rss + CACHE_BYTES
 

@@ -129,8 +129,7 @@ def prepare_shard(config: PrepareConfig, shard: Shard, progress: ProgressListene
     if _find_finished(job) is not None:
         return [ALREADY_THERE.format(config.output)]
     records = encode_shard(_with_encoder(job, config, tokenizer), shard, progress)
-    documents = sum(record.documents for record in records)
-    tokens = sum(record.tokens for record in records)
+    documents, tokens = sum(record.documents for record in records), sum(record.tokens for record in records)
     counts = f"{plural(len(records), 'file')}, {plural(documents, 'document')}, {plural(tokens, 'token')}"
     folder = folder_path(shard_prefix(config.output, shard))
     return [f"shard {shard}: {counts}, in {folder}; when all are done, --merge {shard.count} joins them"]
@@ -210,8 +209,7 @@ def _chat_settings(config: PrepareConfig, tokenizer: Tokenizer) -> ChatSettings:
     template = find_template(config.tokenizer, config.chat_template, eod_id=config.eod_id)
     is_npy = config.format == "npy"
     pad_id = tokenizer.eod_id
-    special_pieces = set(tokenizer.special_pieces)
-    padding_pieces = [name for name in PADDING_NAMES if name in special_pieces]
+    padding_pieces = sorted(set(tokenizer.special_pieces).intersection(PADDING_NAMES), key=PADDING_NAMES.index)
     if padding_pieces:
         ids, _ = encode_chat(tokenizer, RenderedChat(padding_pieces[0], learned=[]))
         pad_id = int(ids[0])
