@@ -203,7 +203,7 @@ def compare_logits(root: Path, held_out: Path) -> float:
 
 
 def unigram_entropy(prefix: Path) -> float:
-    """Return the loss, in nats per token, of a model that knows the frequencies of tokens in a file and nothing else."""
+    """Return the loss, in nats per token, of a model that knows the token frequencies in a file and nothing else."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     dataset = IndexedDataset(str(prefix))
