@@ -1,9 +1,9 @@
 """Leave-Square-Out: does a model learn the rule of an arithmetic task, or its cases?
 
-All pairs (a, b) of 0 to 112 have an answer; a square of them is never trained on (the hole), where a model that goes by
-the cases around it fails. Tasks and holes are the paper's, after "Case-Based or Rule-Based: How Do Transformers Do the
-Math?" (Hu et al., 2024). The paper fine-tunes models of a billion parameters; here small ones are trained from scratch
-on sequences `a + b =` or `( a , b ) =`, each number a token.
+All pairs (a, b) of numbers from 0 to 112 have an answer. A square of pairs, the hole, is left out of the training: a
+model that has learned cases in place of the rule fails there. Tasks and holes are the paper's, after "Case-Based or
+Rule-Based: How Do Transformers Do the Math?" (Hu et al., 2024). The paper fine-tunes models of a billion parameters;
+here small ones are trained from scratch on sequences `a + b =` or `( a , b ) =`, each number a token.
 
 Shapes: n pairs, s tokens, v vocabulary.
 """
@@ -26,7 +26,7 @@ from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.experiments.intervals import mean_of
 from megatron_fanformer.experiments.probe import HolesSettings, Task
 from megatron_fanformer.experiments.result import Cell, Finding, Log, Measured, Table
-from megatron_fanformer.experiments.twins import SAME_PARAMETERS, TRANSFORMER, fanformer_of, fresh_model, twins
+from megatron_fanformer.experiments.twins import SAME_PARAMETERS, TRANSFORMER, fresh_model, small_fanformer, twins
 from megatron_fanformer.pictures import render_png
 
 NUMBERS = 113  # of each operand, from 0
@@ -45,7 +45,7 @@ AXES = ("seeds", "tasks", "weight_decays")  # settings with several values, of w
 
 
 class Scores(NamedTuple):
-    """The scores of a set of pairs, in shares of 1."""
+    """Mean scores of a set of pairs, from 0 to 1: right greedy answers, and the probability of the right answer."""
 
     greedy: float
     probability: float
@@ -63,9 +63,9 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one trained model, as its file has it."""
 
     settings: dict[str, Any] = msgspec.field(name="asked")
-    """All that determine it."""
+    """All settings that determine the run."""
     trained: Scores
-    """Scores on all pairs that it was trained on."""
+    """Scores on all pairs on which the model was trained."""
     hole: Scores
     map: list[list[float]]
     """The probability of the right answer on and around the hole, by a and b."""
@@ -77,21 +77,21 @@ Runs = dict[tuple[Task, float, str], list[Run]]
 
 
 def measure(settings: HolesSettings, folder: Path, log: Log) -> Measured:
-    """Train every model with every seed and weight decay, but for those that the folder has.
+    """Train every model with every seed and weight decay, except finished runs that the folder has.
 
     Raises:
-        CorruptError: a file of the folder is no finished run.
+        CorruptError: a run's file in the folder is damaged.
     """
     runs: Runs = {}
     axes = (settings.tasks, settings.weight_decays, range(settings.seeds), ARCHITECTURES)
     common = {name: value for name, value in dataclasses.asdict(settings).items() if name not in AXES}
     for number, (task, weight_decay, seed, architecture) in enumerate(itertools.product(*axes), start=1):
-        of_run = {"task": task, "weight_decay": weight_decay, "seed": seed, "architecture": architecture}
+        run_settings = {"task": task, "weight_decay": weight_decay, "seed": seed, "architecture": architecture}
         short = "transformer" if architecture == TRANSFORMER else "fanformer"
         file = folder / "runs" / f"{task}-decay-{weight_decay:g}-seed-{seed}-{short}.json"
         run = _read_run(file)
-        if run is None or run.settings != common | of_run:
-            run = train(settings, common | of_run)
+        if run is None or run.settings != common | run_settings:
+            run = train(settings, common | run_settings)
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file, msgspec.json.encode(run))
         runs.setdefault((task, weight_decay, architecture), []).append(run)
@@ -118,7 +118,7 @@ def _read_run(file: Path) -> Run | None:
 
 
 def all_pairs(task: Task, half_side: int) -> Pairs:
-    """Return all pairs by a, then b."""
+    """Return all pairs, ordered by a, then b."""
     a, b = (grid.flatten() for grid in torch.meshgrid(torch.arange(NUMBERS), torch.arange(NUMBERS), indexing="ij"))
     plus, equals, left, comma, right = (
         torch.full_like(a, LARGEST_ANSWER + 1 + number) for number in range(len(SYMBOLS))
@@ -130,10 +130,10 @@ def all_pairs(task: Task, half_side: int) -> Pairs:
 
 
 def train(settings: HolesSettings, run_settings: dict[str, Any]) -> Run:
-    """Train one model on the pairs outside the hole, in an order that the seed alone decides."""
+    """Train one model on the pairs outside the hole, in an order that depends on the seed alone, and score it."""
     started = time.perf_counter()
     task, weight_decay, seed = (run_settings[name] for name in ("task", "weight_decay", "seed"))
-    shape = fanformer_of(settings.num_layers, settings.hidden_size, settings.num_heads, VOCABULARY)
+    shape = small_fanformer(settings.num_layers, settings.hidden_size, settings.num_heads, VOCABULARY)
     model = fresh_model(twins(shape)[run_settings["architecture"]], seed)
     pairs = all_pairs(task, settings.half_side)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=weight_decay)
@@ -169,7 +169,7 @@ def train(settings: HolesSettings, run_settings: dict[str, Any]) -> Run:
 
 
 def _around(task: Task, half_side: int) -> tuple[int, int]:
-    """Return the first and the last number on and around the hole; a large hole has less than the margin around it."""
+    """Return the first and the last number of the picture: the hole and the margin around it, as far as numbers go."""
     reach = half_side + MARGIN
     return max(CENTRE[task] - reach, 0), min(CENTRE[task] + reach, NUMBERS - 1)
 
@@ -194,7 +194,7 @@ def score(logits: Callable[[Tensor], Tensor], pairs: Pairs, temperature: float) 
     """Return each pair's probability of the right answer at a temperature, and whether it is the likeliest.
 
     Args:
-        logits: gives those of the answer, [n, v], to tokens [n, s].
+        logits: returns the logits of the answer, [n, v], for tokens [n, s].
     """
     probabilities, right = [], []
     for tokens_ns, answers_n in zip(
@@ -210,7 +210,7 @@ def score(logits: Callable[[Tensor], Tensor], pairs: Pairs, temperature: float) 
 
 
 def _trained(runs: Runs) -> Iterator[Finding]:
-    """Yield the accuracy on the pairs trained on: without that the hole says nothing."""
+    """Yield each model's least accuracy on its training pairs: if that is low, the hole shows nothing."""
     for architecture in ARCHITECTURES:
         least = min(run.trained.greedy for key, of_runs in runs.items() if key[2] == architecture for run in of_runs)
         yield Finding(
@@ -256,9 +256,7 @@ def _table(runs: Runs) -> Table:
 
 
 def _picture(settings: HolesSettings, task: Task, runs: Runs) -> bytes:
-    """Draw probabilities on and around the hole, and its edge, in the mean over seeds: a model a row, a decay a
-    column.
-    """
+    """Draw mean probabilities on and around the hole, and its edge: a row for each model, a column for each decay."""
     first, last = _around(task, settings.half_side)
     near, far = CENTRE[task] - settings.half_side - 0.5, CENTRE[task] + settings.half_side + 0.5
 

@@ -28,11 +28,11 @@ DRAWS = 1000
 NORMAL = 1.959964  # 97.5% quantile of a normal distribution
 
 Interval = tuple[float, float]
-"""A 95% interval; infinite at an end that no number bounds."""
+"""The two ends of a 95% interval; an end may be infinite."""
 
 
 class Mean(NamedTuple):
-    """A mean with its interval; None where a single value has none."""
+    """A mean with its interval; a single value has none."""
 
     value: float
     interval: Interval | None
@@ -72,20 +72,20 @@ def ratio_mean(values: Sequence[float]) -> Mean:
 
 
 def too_little(*, seeds: int, steps: int) -> str:
-    """Describe why so many seeds and steps show nothing, whatever the numbers say; empty where they can."""
+    """Return why so few seeds or steps cannot show anything; empty if they are enough."""
     if seeds < FEWEST_SEEDS:
         return f"{seeds} {'seed is' if seeds == 1 else 'seeds are'} fewer than {FEWEST_SEEDS}: inconclusive"
     return f"{steps:,} steps are fewer than {FEWEST_STEPS:,}: inconclusive" if steps < FEWEST_STEPS else ""
 
 
 def p_value(values: Sequence[float]) -> float:
-    """Return the two-sided p of a mean of 0, by Student's t, of one value for each seed, at least two."""
+    """Return the two-sided p value of the hypothesis that the mean is 0, by Student's t; `values` has two or more."""
     error, mean = float(standard_error(values)), abs(float(np.mean(values)))
     return _outside(mean / error, len(values) - 1) if error > 0 else float(mean == 0)
 
 
 def _outside(t: float, freedom: int) -> float:
-    """Return the probability that Student's t is further from 0: Abramowitz and Stegun, 26.7.3 and 26.7.4."""
+    """Return the probability that Student's t is further from 0 than `t`: Abramowitz and Stegun, 26.7.3 and 26.7.4."""
     angle = math.atan2(t, math.sqrt(freedom))
     sine, cosine = math.sin(angle), math.cos(angle)
     term, total = (cosine, 0.0) if freedom % 2 else (1.0, 0.0)
@@ -97,7 +97,7 @@ def _outside(t: float, freedom: int) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return p values adjusted for their number: one below 5% is called with all of them in 5% of null families.
+    """Return p values adjusted for their number: if no effect exists, 5% of families have an adjusted p below 5%.
 
     Holm, "A simple sequentially rejective multiple test procedure", Scandinavian Journal of Statistics 6, 1979.
     """
@@ -137,7 +137,7 @@ class Saving(NamedTuple):
     loss: float
     """The baseline's loss at its largest x, by its curve."""
     share: float
-    """The curve's x for the same loss over that x; infinite where the curve does not reach that loss."""
+    """The curve's x for this loss over the baseline's largest x; infinite if the curve never reaches the loss."""
     interval: Interval | None
     """95% interval of the share; None with too few points."""
 
@@ -147,12 +147,12 @@ def fit_together(
 ) -> list[Fit]:
     """Fit a curve through each set of points.
 
-    The sets' points are of the same sizes and seeds, in the same order: their residuals are drawn together, since runs
-    of one seed see the same samples.
+    The sets have points of the same sizes and seeds, in the same order. The bootstrap draws the residuals of the same
+    points in every set, since runs of one seed see the same samples.
 
     Args:
         xs: [k, n], parameters or tokens of each set's points, three different ones at least.
-        losses: of the same points.
+        losses: [k, n], the losses of the same points.
     """
     n = len(xs[0])
     drawn = np.random.default_rng(seed).integers(n, size=(draws, n))
@@ -173,7 +173,7 @@ def saving(baseline: Fit, other: Fit, largest: float) -> Saving:
     """Compute the share of x that `other` needs for the loss of `baseline` at its largest x.
 
     Args:
-        baseline, other: of one `fit_together`.
+        baseline, other: fits of one call of `fit_together`.
     """
     loss = baseline.curve.loss(largest)
     share = float(_reaching(np.array([other.curve]), np.array([loss]))[0]) / largest
@@ -206,7 +206,7 @@ def _best_curves(x: np.ndarray, losses: np.ndarray) -> np.ndarray:
 
 
 def _reaching(curves: np.ndarray, losses: np.ndarray) -> np.ndarray:
-    """Return the x at which each curve [k, 3] has its loss [k]; infinite where it never has."""
+    """Return the x at which each curve [k, 3] has its loss [k]; infinite if the curve is always above it."""
     e, a, alpha = curves.T
     above_e = losses - e
     is_reached = (above_e > 0) & (a > 0)

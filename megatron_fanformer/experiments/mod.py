@@ -24,9 +24,9 @@ from megatron_fanformer.experiments.twins import (
     SAME_PARAMETERS,
     TRANSFORMER,
     FANLayer,
-    fanformer_of,
     fresh_model,
     seeded,
+    small_fanformer,
     twins,
 )
 from megatron_fanformer.model.config import FANformerConfig
@@ -115,7 +115,7 @@ def _models(settings: ModSettings, seed: int) -> Iterator[tuple[str, nn.Module, 
     yield FAN, fan, control
     yield MLP, seeded(seed, lambda: _mlp(sum(weight.numel() for weight in fan.parameters()))), control
     training = Training(settings.model_half_range, settings.model_steps, settings.model_rate, settings.batch_size)
-    kinds = twins(fanformer_of(settings.model_layers, settings.model_size, NUM_HEADS, vocab_size=1))
+    kinds = twins(small_fanformer(settings.model_layers, settings.model_size, NUM_HEADS, vocab_size=1))
     for name, twin in ((TRANSFORMER, TRANSFORMER), (SAME_PARAMETERS, SAME_PARAMETERS), (WITHOUT_NORM, SAME_PARAMETERS)):
         model = partial(OneToken, kinds[twin], settings.model_scale, seed, has_norm=name != WITHOUT_NORM)
         yield name, seeded(seed, model), training

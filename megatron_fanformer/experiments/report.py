@@ -45,11 +45,11 @@ COMPARED = (*DETERMINING, "kernels", "precision")
 
 
 def report(options: ReportOptions) -> None:
-    """Write the page, or the comparison.
+    """Write the page of experiments, or the comparison of runs.
 
     Raises:
         InputError: there is no experiment, or the runs cannot be compared.
-        CorruptError: a result is not whole.
+        CorruptError: a result is damaged.
     """
     device.prepare_libraries()
     if options.paths[:1] == (COMPARE,):
@@ -120,7 +120,7 @@ def read_dynamics(runs: Sequence[Path]) -> Dynamics:
     """Return the two sides' losses, seed by seed.
 
     Raises:
-        InputError: as `compare_runs`.
+        InputError: the runs cannot be compared.
     """
     sides: list[dict[int, Path]] = []
     configurations: list[dict[str, Any]] = []
@@ -142,32 +142,32 @@ def read_dynamics(runs: Sequence[Path]) -> Dynamics:
     seeds = sorted(sides[0].keys() & sides[1].keys())
     if not seeds:
         raise InputError("the two configurations have no seed in common; name runs of the same seeds")
-    # Skipped steps have no loss, and null is one that is not finite.
+    # Left out are skipped steps, which have no loss, and losses that are not finite, which are null.
     losses = [
         {entry["step"]: entry for entry in read_metrics(side[seed]) if entry.get("loss") is not None}
         for side in sides
         for seed in seeds
     ]
-    steps = sorted(set.intersection(*(set(of_run) for of_run in losses)))
+    steps = sorted(set.intersection(*(set(entries) for entries in losses)))
     if not steps:
         raise InputError("the runs have no step in common; name runs that have begun")
-    tokens = {of_run[steps[0]]["tokens"] for of_run in losses}
+    tokens = {entries[steps[0]]["tokens"] for entries in losses}
     if len(tokens) > 1:
         raise InputError(
             f"step {steps[0]} ends after {sorted(tokens)} tokens in these runs; name runs of equal batches"
         )
-    a, b = np.array([[of_run[step]["loss"] for step in steps] for of_run in losses]).reshape(2, len(seeds), -1)
+    a, b = np.array([[entries[step]["loss"] for step in steps] for entries in losses]).reshape(2, len(seeds), -1)
     return Dynamics(
         names=[", ".join(f"{name} {fields.get(name)}" for name in differing) for fields in configurations],
         seeds=seeds,
         steps=np.array(steps),
         differences=b - a,
-        is_the_papers=[_papers_name(fields) for fields in configurations] == ["transformer", "fanformer"],
+        is_the_papers=[_role_in_claim(fields) for fields in configurations] == ["transformer", "fanformer"],
     )
 
 
-def _papers_name(fields: dict[str, Any]) -> str | None:
-    """Return which of the two models that the paper's claim is of has these fields; None for its other variants."""
+def _role_in_claim(fields: dict[str, Any]) -> str | None:
+    """Return "transformer" or "fanformer" if the fields are of that model of the paper's claim; None for other models."""
     papers = FANConfig()
     placement, activation, p_ratio = (
         fields.get(f"model.fan.{name}", getattr(papers, name)) for name in ("placement", "activation", "p_ratio")
@@ -207,7 +207,7 @@ def _findings(dynamics: Dynamics) -> Iterator[Finding]:
 
 
 def _draw(axes: Any, dynamics: Dynamics) -> None:
-    """Draw the differences, each the mean over a window of steps, which is shorter at both ends."""
+    """Draw the differences, averaged over a window of steps that is shorter at both ends."""
     width = max(1, round(SMOOTHED_SHARE * len(dynamics.steps)))
     counts = np.convolve(np.ones(len(dynamics.steps)), np.ones(width), "same")
     smoothed = np.array([np.convolve(row, np.ones(width), "same") / counts for row in dynamics.differences])

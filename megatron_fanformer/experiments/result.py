@@ -1,8 +1,8 @@
 """The result of an experiment in its folder, and a Markdown page of one or many.
 
-An experiment's folder has its pictures, README.md, and result.json, which is written last, so that a folder that has
-it is whole; it is all that `report` reads. The page has of each finding the paper's figure, ours with its interval, and
-a sentence with the conclusion.
+An experiment's folder has its pictures, README.md, and result.json. This file is written last, so that a folder with it
+is complete, and it is all that `report` reads. For each finding the page has the paper's figure, ours with an interval,
+and a sentence with the conclusion.
 """
 
 import os
@@ -37,8 +37,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     ours: float | None
     """Our figure; None if nothing could be measured."""
     interval: tuple[float | None, float | None] | None = None
-    """95% interval, low to high, with None where it has no bound; None without one, as for one seed, or where no number
-    is in it."""
+    """95% interval, low to high, with None for an infinite end; None without an interval, as for one seed, or with an
+    empty one."""
     unit: str
     shows: bool | None
     """True if the effect shows, by a rule that was fixed beforehand; None: inconclusive."""
@@ -62,9 +62,9 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     experiment: str
     version: int = 1
     settings: dict[str, Any]
-    """All settings that determine it."""
+    """All settings that determine the result."""
     machine: dict[str, Any]
-    """The machine that it was measured on."""
+    """The machine on which it was measured."""
     seconds: float
     findings: list[Finding]
     tables: list[Table] = []
@@ -85,11 +85,11 @@ class Measured:
     pictures: dict[str, bytes] = field(default_factory=dict)
     """PNG files by their names."""
     seconds: float | None = None
-    """Computing time, if earlier calls did a part; None: this call's time is all."""
+    """Computing time, if earlier calls did a part of the work; None: the time of this call."""
 
 
 def write_folder(folder: Path, experiment: str, settings: dict[str, Any], measured: Measured) -> Result:
-    """Write an experiment's folder, which is made if missing; return its result."""
+    """Write the result of an experiment to its folder, which is made if missing; return the result."""
     import torch
 
     from megatron_fanformer.checkpoint.manifest import versions
@@ -121,8 +121,8 @@ def read_result(folder: Path) -> Result:
     """Return the result in an experiment's folder.
 
     Raises:
-        InputError: there is none.
-        CorruptError: it is not whole, or no experiment's.
+        InputError: there is no result.
+        CorruptError: the file is damaged, or no experiment's result.
     """
     file = folder / RESULT
     try:
@@ -158,7 +158,7 @@ def as_markdown(experiments: Experiments, *, at: Path) -> str:
     """Return the page as Markdown.
 
     Args:
-        at: the folder that it is written to; pictures are named from there.
+        at: the folder of the page, from which pictures are linked.
     """
     rows = [_row(finding) for _, result in experiments for finding in result.findings]
     lines = ["# The paper's experiments", "", *_table(Table(title="Findings", columns=[*FINDING_COLUMNS], rows=rows))]
@@ -208,7 +208,7 @@ def _row(finding: Finding) -> list[Cell]:
 
 
 def shown(cell: Cell) -> str:
-    """Return a cell of a table in print: five significant digits, whole numbers whole."""
+    """Format a cell of a table: floats with five significant digits, integers with all digits."""
     match cell:
         case None:
             return "–"

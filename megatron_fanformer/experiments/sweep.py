@@ -1,8 +1,8 @@
 """Runs `megatron-fanformer sweep`: lists or trains the cells of its file, or shows their state or the report.
 
-Each cell is a process `megatron-fanformer train`, or a task of a Slurm array. The state of a cell is in its run's
-folder alone, so that a sweep that is killed at any moment goes on where it was: complete cells are left out, one that
-had begun resumes from its checkpoint. A cell's process ends with the sweep's, however that ends.
+Each cell is a process `megatron-fanformer train`, or a task of a Slurm array. The folder of a cell's run alone holds its
+state, so a killed sweep continues when it is run again: complete cells are left out, and a cell that had begun resumes
+from its checkpoint. However the sweep's process ends, the processes of its cells end with it.
 """
 
 import functools
@@ -54,7 +54,7 @@ DIRECTIVE = "#SBATCH"
 
 
 class CellsFailed(FanformerError):
-    """Cells of a sweep ended with an error, or without a result; the exit code is the first failed one's."""
+    """Cells of a sweep ended with an error, or without a result; the exit code is that of the first failed cell."""
 
     def __init__(self, message: str, exit_code: int = FanformerError.exit_code) -> None:
         super().__init__(message)
@@ -65,8 +65,8 @@ def sweep(options: SweepOptions) -> None:
     """Run the requested action.
 
     Raises:
-        InputError: the sweep's file or a cell is wrong; every problem, one line each.
-        Interrupted: a signal stopped it.
+        InputError: the sweep's file or a cell is wrong; the message has a line for each problem.
+        Interrupted: a signal stopped the sweep.
         CellsFailed: cells failed.
     """
     if options.jobs < 1:
@@ -121,7 +121,7 @@ def _status_lines(sweep: Sweep) -> Iterator[str]:
 
 
 def run_sweep(sweep: Sweep, log: Callable[[str], None], *, jobs: int = 1, command: Sequence[str] = TRAIN) -> None:
-    """Run the cells that are not complete; those that fail are passed over, and named at the end.
+    """Run the cells that are not complete. A cell that fails does not stop the others; the error at the end names it.
 
     Args:
         log: called with a line about each cell.
@@ -129,8 +129,8 @@ def run_sweep(sweep: Sweep, log: Callable[[str], None], *, jobs: int = 1, comman
         command: the words before `--config FILE` that train a cell.
 
     Raises:
-        InputError: another `sweep` runs in the folder, or it has runs of other configurations.
-        Interrupted: a signal stopped it, and the cells that were running have saved.
+        InputError: another `sweep` runs in the folder, or the folder has runs of other configurations.
+        Interrupted: a signal stopped the sweep, after its running cells had saved.
         CellsFailed: cells failed, or lack the metric of the report.
     """
     runs = _Runs(sweep, log, command, jobs)
@@ -176,13 +176,13 @@ class _Runs:
     def __init__(self, sweep: Sweep, log: Callable[[str], None], command: Sequence[str], jobs: int) -> None:
         self.received: deque[signal.Signals] = deque()
         self.codes: dict[str, int] = {}
-        """Exit codes of ended cells, by name; 1 for a killed one."""
+        """Exit codes of ended cells, by name; 1 for a killed cell."""
         self._sweep, self._log, self._command, self._jobs = sweep, log, command, jobs
         self._running: list[_Running] = []
         self._is_stopped = False
 
     def run(self, cells: Sequence[Cell], *, first: int) -> None:
-        """Run cells, numbered from `first`, to their ends. Raises Interrupted once a signal has stopped them."""
+        """Run cells, numbered from `first`, until all have ended; raise Interrupted if a signal has stopped them."""
         waiting = deque(enumerate(cells, first))
         try:
             while (waiting and not self._is_stopped) or self._running:
@@ -225,7 +225,7 @@ class _Runs:
 
     def _end(self, ended: _Running, code: int) -> None:
         cell = ended.cell
-        if code == Interrupted.exit_code:  # by a signal to this cell alone, which is meant for the sweep
+        if code == Interrupted.exit_code:  # someone signaled this cell alone: stop the sweep
             self._pass_on(signal.SIGTERM)
             return
         if code and not self._is_stopped:
@@ -238,7 +238,7 @@ class _Runs:
 
 
 def _thread_options(cell: Cell, jobs: int) -> list[str]:
-    """Return the options that give each rank its share of the cores, beside those of its cell and of the others."""
+    """Return the options that give each rank of all `jobs` cells an equal share of the cores, unless one is set."""
     if jobs == 1 or cell.config.runtime.threads_per_rank is not None or device.threads_of_environment() is not None:
         return []
     parallel = cell.config.parallel
@@ -247,14 +247,14 @@ def _thread_options(cell: Cell, jobs: int) -> list[str]:
 
 
 def write_array(sweep: Sweep, script: Path) -> Path:
-    """Write the configurations of the cells that are due, and a Slurm array's script; returns its path.
+    """Write the configurations of the cells that are due, and the script of a Slurm array; return the script's path.
 
     Args:
-        script: starts a single run from the arguments of `train`, as examples/slurm.sh does; its directives are each
-            task's.
+        script: a script that starts a single run from the arguments of `train`, as examples/slurm.sh does. Each task of
+            the array has its directives.
 
     Raises:
-        InputError: it cannot be read or has no directives, or there is nothing left to run.
+        InputError: `script` cannot be read or has no directives, or there is nothing left to run.
         CellsFailed: there is nothing left to run, but cells lack the metric of the report.
     """
     try:

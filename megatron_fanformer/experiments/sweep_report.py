@@ -1,8 +1,8 @@
 """The results of a sweep: means with intervals over seeds, differences to the baseline, power laws, the missing cells.
 
 Runs of one seed see the same samples in the same order: differences are taken seed by seed. Comparisons that were
-stated beforehand are corrected for their number, others are exploratory. Every number is of the runs' folders alone, so
-that a sweep that was stopped and resumed has the report of one that was not, but for the seconds.
+stated beforehand are corrected for their number, others are exploratory. All numbers come from the runs' folders, so a
+sweep that was stopped and resumed has the same report as one that was not, except the seconds.
 """
 
 import csv
@@ -45,7 +45,7 @@ from megatron_fanformer.plan.job import training_flops_per_token
 CSV = "cells.csv"
 PICTURE = "losses.png"
 MISSING = "Cells without a loss"  # the title of their table
-FEWEST_SIZES = 4  # three parameters of a power law need one more, to be a fit
+FEWEST_SIZES = 4  # a curve with three parameters goes through any three points
 CALLED = 0.05  # the adjusted p below which a primary comparison shows
 
 
@@ -84,12 +84,12 @@ def write_report(sweep: Sweep) -> Result:
 
 
 class Comparison(NamedTuple):
-    """A point of the compared axis, less a baseline, over the seeds and other points that both have."""
+    """The loss of a point of the compared axis, less a baseline's, over the seeds and other points that both have."""
 
     point: str
     baseline: str
     at: dict[str, str]
-    """Its point on each axis of `report.by`."""
+    """The point on each axis of `report.by`."""
     mean: Mean
     seeds: int
     pairs: int
@@ -103,12 +103,12 @@ class Comparison(NamedTuple):
 
 def comparisons(config: SweepConfig, groups: Sequence[Group]) -> list[Comparison]:
     """Return all comparisons that have runs: the primary pairs, and every point with the baseline."""
-    made = []
+    made: list[Comparison] = []
     for at in itertools.product(*(config.axes[axis] for axis in config.report.by)):
         where = dict(zip(config.report.by, at, strict=True))
-        of_these = [group for group in groups if where.items() <= group.points.items()]
+        groups_there = [group for group in groups if where.items() <= group.points.items()]
         for pair, is_primary in _pairs(config).items():
-            values, pairs = _paired_differences(config, of_these, pair)
+            values, pairs = _paired_differences(config, groups_there, pair)
             if values:
                 p = p_value(values) if len(values) > 1 else None
                 made.append(Comparison(*pair, where, mean_of(values), len(values), pairs, p, is_primary))
@@ -117,7 +117,7 @@ def comparisons(config: SweepConfig, groups: Sequence[Group]) -> list[Comparison
         for place, comparison in enumerate(made)
         if comparison.is_primary and comparison.p is not None
     }
-    # Those that have no runs yet count, too: a verdict by half of a sweep would be another one's.
+    # Comparisons without runs count, too, so that a sweep's verdicts do not change as it goes on.
     to_come = [1.0] * (_num_primary(config) - len(tested))
     for place, adjusted in zip(tested, holm([*tested.values(), *to_come]), strict=False):
         made[place] = made[place]._replace(adjusted=adjusted)
@@ -142,8 +142,8 @@ def _num_places(config: SweepConfig) -> int:
 
 
 def _losses_by_key(config: SweepConfig, groups: Sequence[Group], point: str) -> dict[tuple[Any, ...], tuple[Any, ...]]:
-    """Return loss and group of a point's runs, by their seed and their points on the axes in which pairs are alike."""
-    # In the compared axis, and in a tuned one, whose best is each arm's, they may differ.
+    """Return loss and group of a point's runs, by a key that the two runs of a pair have in common."""
+    # Pairs may differ on the compared axis, and on a tuned one, since each point is tuned by itself.
     apart = (config.report.compare, config.tune)
     return {
         (seed, *(value for axis, value in group.points.items() if axis not in apart)): (loss, group)
@@ -168,7 +168,7 @@ def findings(config: SweepConfig, compared: Sequence[Comparison], *, steps: int)
     """Yield the finding of each comparison, the primary ones first.
 
     Args:
-        steps: of the shortest cell.
+        steps: the number of steps of the shortest cell.
     """
     report = config.report
     for comparison in sorted(compared, key=lambda comparison: not comparison.is_primary):
@@ -206,7 +206,7 @@ def findings(config: SweepConfig, compared: Sequence[Comparison], *, steps: int)
 
 
 def _fits(sweep: Sweep, groups: Sequence[Group]) -> dict[str, Fit]:
-    """Fit the losses of each point of the compared axis, over the sizes and seeds that all of them have."""
+    """Fit a power law to each compared point, over the sizes and seeds that all points have; none if these are few."""
     config = sweep.config
     by_point = {point: _losses_by_key(config, groups, point) for point in config.axes[config.report.compare]}
     by_point = {point: of_point for point, of_point in by_point.items() if of_point}
@@ -219,6 +219,7 @@ def _fits(sweep: Sweep, groups: Sequence[Group]) -> dict[str, Fit]:
 
 
 def _savings(sweep: Sweep, groups: Sequence[Group], fits: dict[str, Fit], steps: int) -> Iterator[Finding]:
+    """Yield, for each fitted point, the share of the baseline's parameters or tokens that it needs for its loss."""
     report = sweep.config.report
     if report.baseline not in fits:
         return
@@ -239,7 +240,6 @@ def _savings(sweep: Sweep, groups: Sequence[Group], fits: dict[str, Fit], steps:
             name=f"{sweep.config.experiment}: {report.over} that {point} needs for {report.baseline}'s loss",
             paper=None if report.paper_saving is None else f"{report.paper_saving:.1%}",
             ours=100 * reached.share if is_finite else None,
-            # None where no number is in it
             interval=(100 * low, 100 * high if math.isfinite(high) else None) if math.isfinite(low) else None,
             unit=f"% of {report.baseline}'s {report.over}",
             shows=None if short or reached.interval is None else high < 1,

@@ -20,21 +20,20 @@ T = TypeVar("T")
 
 
 class FANLayer(nn.Module):
-    """[…, h] -> […, h]: cos p, sin p and g, or an activation of g, of one linear map."""
+    """A FAN layer [..., h] -> [..., h]: cos p, sin p and `activation(g)` of the rows p and g of one linear map."""
 
-    def __init__(self, size: int, of_g: Callable[[Tensor], Tensor] = lambda g: g) -> None:
+    def __init__(self, size: int, activation: Callable[[Tensor], Tensor] = lambda g: g) -> None:
         super().__init__()
         periodic = int(P_RATIO * size)
-        self.sizes, self.of_g = [periodic, size - 2 * periodic], of_g
+        self.sizes, self.activation = [periodic, size - 2 * periodic], activation
         self.linear = nn.Linear(size, sum(self.sizes))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[…, h] -> […, h]."""
         p, g = self.linear(x).split(self.sizes, dim=-1)
-        return torch.cat([p.cos(), p.sin(), self.of_g(g)], dim=-1)
+        return torch.cat([p.cos(), p.sin(), self.activation(g)], dim=-1)
 
 
-def fanformer_of(num_layers: int, hidden_size: int, num_heads: int, vocab_size: int) -> FANformerConfig:
+def small_fanformer(num_layers: int, hidden_size: int, num_heads: int, vocab_size: int) -> FANformerConfig:
     """Return a FANformer of these sizes, without vocabulary padding, which the model for transformers does not have."""
     return FANformerConfig(
         num_layers=num_layers,
@@ -52,12 +51,12 @@ def twins(config: FANformerConfig) -> dict[str, FANformerConfig]:
 
 
 def seeded(seed: int, make: Callable[[], T]) -> T:
-    """Call a function under torch's random numbers of a seed; their state before is restored."""
+    """Return `make()`, called with torch's random generator seeded; the generator's state is restored after it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make()
 
 
 def fresh_model(config: FANformerConfig, seed: int) -> FANformerForCausalLM:
-    """Return a model at random weights of a seed, in float32."""
+    """Return a model with random weights of a seed, in float32."""
     return seeded(seed, lambda: FANformerForCausalLM(to_huggingface_config(config)))

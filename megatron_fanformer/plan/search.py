@@ -111,9 +111,7 @@ def all_layouts(config: RunConfig, gpus: int) -> Iterator[list[RunConfig]]:
             for size in ([1] if rest or not samples else divisors(samples))
         ]
         layers, rest = divmod(config.model.num_layers, pipeline)
-        chunk_counts = (
-            [None] if pipeline == 1 or rest else [number if number > 1 else None for number in divisors(layers)]
-        )
+        chunk_counts = [None] if pipeline == 1 or rest else [None, *divisors(layers)[1:]]  # None stands for one
         for chunks, form in itertools.product(chunk_counts, _fan_forms(config.model, tensor)):
             parallel = dataclasses.replace(
                 config.parallel,

@@ -6,7 +6,6 @@ import pytest
 
 from megatron_fanformer import cli
 from megatron_fanformer.experiments import mod
-from megatron_fanformer.experiments.probe import PROBES
 from megatron_fanformer.experiments.result import Finding, Measured
 
 
@@ -62,10 +61,3 @@ def test_what_cannot_be_asked_is_told_in_a_line(words, message, tmp_path, monkey
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert not list(tmp_path.rglob("result.json"))
-
-
-def test_the_list_has_every_probe_with_its_minutes(capsys):
-    assert cli.main(["experiment"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == list(PROBES)
-    assert all(f"{probe.minutes} min" in line for probe, line in zip(PROBES.values(), lines, strict=True))

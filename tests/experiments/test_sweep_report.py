@@ -18,16 +18,10 @@ from megatron_fanformer.experiments.sweep import run_sweep
 from megatron_fanformer.experiments.sweep_report import Comparison, comparisons, findings
 from tests.experiments.making import STAND_IN, changed, write_sweep
 from tests.experiments.stand_in import BASE_THAT_FAILS, PLANTED, train
-from tests.small_runs import write_tokens
 
 ARMS = ("transformer", "p0", "fanformer")
 PRIMARY = [("fanformer", "transformer"), ("fanformer", "p0")]
 SPREAD = 0.02  # of one arm's losses about their seed's
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_tokens(tmp_path_factory.mktemp("tokens") / "tokens")
 
 
 CONFIG = SweepConfig(

@@ -55,7 +55,6 @@ CASES: dict[str, RunConfig] = {
     "dp, overlap": fp32(**DP, **OVERLAP),
     "pp, uneven": fp32(dict(num_layers=3), **PP, num_layers_in_first_pipeline_stage=1),
     "vpp": fp32(dict(num_layers=4), **PP, virtual_pipeline_model_parallel_size=2),
-    "tp, loss in chunks": fp32(kernels=dict(loss_head_chunk_tokens=27), **TP),
     "sp, loss in chunks": fp32(
         dict(untie_embeddings_and_output_weights=True), kernels=dict(loss_head_chunk_tokens=32), **SP
     ),

@@ -146,7 +146,6 @@ def test_fp8_keeps_copies_of_weights_and_smaller_activations() -> None:
 
 
 def test_a_gelu_keeps_what_it_reads() -> None:
-    """The linear rows' output of each token: half as many as the width, at a p_ratio of a quarter."""
     plain, gelu = (
         rank_memory(engine_job_of(dataclasses.replace(FAR_FROM_PADDED, fan=fan), layout()), 0).lines
         for fan in (FANConfig(), FANConfig(activation="gelu"))

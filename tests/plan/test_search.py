@@ -193,7 +193,6 @@ def test_where_nothing_fits_the_one_that_lacks_least_is_shown(
 def test_of_named_layouts_those_that_fit_come_first(
     config: RunConfig, legal: list[list[Estimate]], h100: Machine
 ) -> None:
-    """However slow; each group by its time."""
     estimates = [layout[0] for layout in legal]
     by_bytes = sorted(each.needed_bytes for each in estimates)
     half = dataclasses.replace(h100, memory_bytes=math.ceil(by_bytes[len(by_bytes) // 2] / (1 - DRIVERS_SHARE)))

@@ -194,7 +194,6 @@ def test_fp8_leaves_the_fan_map_and_the_head_alone() -> None:
 
 
 def test_muon_multiplies_in_its_own_format_whatever_weights_are_in() -> None:
-    """In bf16 on GPUs, in float32 on CPUs."""
     parts = []
     for on_cpu in (False, True):
         asked = dataclasses.replace(job(), optimizer=OPTIMIZERS["muon"], on_cpu=on_cpu)

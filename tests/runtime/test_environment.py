@@ -74,7 +74,6 @@ def test_the_users_own_wins_and_is_reported_where_it_differs() -> None:
 
 
 def test_what_one_run_sets_is_no_users_value_for_the_next() -> None:
-    """In the same process, or in one that inherits it."""
     env: dict[str, str] = {}
     environment.prepare(env=env)
     environment.prepare(shape(replicas=8), env)

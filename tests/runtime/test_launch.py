@@ -33,7 +33,6 @@ from tests.patience import PATIENCE_SECONDS, wait_until
 from tests.small_runs import small_run, start_command, write_config, write_tokens
 
 TP2 = {"tensor_model_parallel_size": 2}
-ENDLESS = {"train_iters": 100_000}
 
 
 @pytest.fixture
@@ -157,18 +156,6 @@ def test_a_run_that_a_signal_stopped_goes_on_as_if_it_had_not(
     assert losses(tmp_path / "stopped") == losses(tmp_path / "straight")
 
 
-@pytest.mark.full
-def test_the_error_of_the_rank_that_failed_is_shown_and_no_others(tmp_path: Path, tokens: str) -> None:
-    """Rank 0 alone writes metrics; rank 1 only sees that it is gone."""
-    values = small_run(tokens, tmp_path / "run", parallel=TP2, training=ENDLESS)
-    (tmp_path / "run" / METRICS).mkdir(parents=True)
-    process = start_command("train", "--config", str(write_config(tmp_path / "config.yaml", values)))
-    _, errors = process.communicate(timeout=PATIENCE_SECONDS)
-    assert process.returncode == 2
-    [line] = errors.splitlines()
-    assert line.startswith(f"megatron-fanformer: rank 0: training.run_dir {tmp_path / 'run'} cannot be written")
-
-
 @pytest.mark.parametrize(
     ("error", "launched_here", "already_reported", "waited"),
     [
@@ -185,7 +172,6 @@ def test_a_rank_that_another_speaks_for_lets_it_write_its_last_logs(
     waited: list[float],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Our launcher kills all others as the first one fails."""
     slept: list[float] = []
     monkeypatch.setattr(devices, "launched_here", lambda: launched_here)
     monkeypatch.setattr(launch.time, "sleep", slept.append)
@@ -218,7 +204,6 @@ def test_a_rank_is_blamed_for_what_it_alone_has_met(
 def test_a_rank_that_a_signal_killed_ends_the_run_with_exit_code_1(
     says: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether or not it could say more."""
     killed: Any = SimpleNamespace(
         poll=lambda: -signal.SIGKILL, returncode=-signal.SIGKILL, kill=lambda: None, wait=lambda _seconds: None
     )

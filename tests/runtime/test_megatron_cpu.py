@@ -1,13 +1,11 @@
 """The adaptations for machines without CUDA: when they go in, and when they must not."""
 
-import subprocess
 import sys
 
 import pytest
 import torch
 
 from megatron_fanformer.runtime import megatron_cpu
-from tests.patience import PATIENCE_SECONDS
 
 
 @pytest.fixture
@@ -23,7 +21,6 @@ def test_install_is_refused_after_megatron_core_was_imported(not_installed: None
 
 
 def test_nothing_is_touched_where_a_gpu_is_usable(not_installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here whatever it began would be refused, as above."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     megatron_cpu.install()
     assert not megatron_cpu._installed
@@ -45,27 +42,6 @@ def test_the_device_of_a_with_block_is_the_factories_device_still() -> None:
     with torch.device("meta"):
         assert torch.empty(2).device.type == torch.tensor([1, 2]).device.type == "meta"
     assert torch.empty(2).device.type == torch.tensor([1, 2]).device.type == "cpu"
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("module", "needless", "later"),
-    [
-        ("train.trainer", "torch.distributed.tensor torch.distributed.checkpoint sympy", "checkpoint.saving"),
-        ("generate.models", "transformers", "convert.huggingface"),
-    ],
-)
-def test_what_a_start_does_not_need_is_not_imported(module: str, needless: str, later: str) -> None:
-    """Half a second each, or more."""
-    code = f"""
-from megatron_fanformer.runtime import megatron_cpu
-megatron_cpu.install()
-import sys
-import megatron_fanformer.{module}
-assert not {{*"{needless} setuptools".split()}} & set(sys.modules)
-import torch.distributed.fsdp, torch.utils.cpp_extension, megatron_fanformer.{later}
-"""
-    subprocess.run([sys.executable, "-c", code], timeout=PATIENCE_SECONDS, check=True)
 
 
 def test_what_was_left_out_is_imported_when_it_is_called() -> None:
