@@ -167,7 +167,7 @@ def read_dynamics(runs: Sequence[Path]) -> Dynamics:
 
 
 def _role_in_claim(fields: dict[str, Any]) -> str | None:
-    """Return "transformer" or "fanformer" if the fields are of that model of the paper's claim; None for other models."""
+    """Return "transformer" or "fanformer" if fields are of that model of the paper's claim; None for other models."""
     papers = FANConfig()
     placement, activation, p_ratio = (
         fields.get(f"model.fan.{name}", getattr(papers, name)) for name in ("placement", "activation", "p_ratio")

@@ -29,6 +29,7 @@ class FANLayer(nn.Module):
         self.linear = nn.Linear(size, sum(self.sizes))
 
     def forward(self, x: Tensor) -> Tensor:
+        """[…, h] -> […, h]."""
         p, g = self.linear(x).split(self.sizes, dim=-1)
         return torch.cat([p.cos(), p.sin(), self.activation(g)], dim=-1)
 
