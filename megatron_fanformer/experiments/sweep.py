@@ -1,6 +1,6 @@
 """Runs `megatron-fanformer sweep`: lists or trains the cells of its file, or shows their state or the report.
 
-Each cell is a process `megatron-fanformer train`, or a task of a Slurm job. The folder of its run alone holds a cell's
+Each cell is a process `megatron-fanformer train`, or a task of a Slurm array. Its run's folder alone holds a cell's
 state, so a killed sweep continues when it is run again: complete cells are left out, and a cell that had begun resumes
 from its checkpoint. However the sweep's process ends, the processes of its cells end with it.
 """

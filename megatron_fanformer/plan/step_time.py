@@ -204,8 +204,7 @@ def _once_a_step(job: Job, machine: Machine, layers: int, micro_batch_seconds: f
     def exposed(terms: list[Term], computing_seconds: float, overlaps: bool | None) -> float:
         """Return the seconds that collectives take longer than the computation that hides them."""
         seconds = _collectives(job, machine, terms)
-        hidden = machine.overlap * min(seconds * (1 - 1 / buckets), computing_seconds) if overlaps else 0.0
-        return seconds - hidden
+        return seconds - (machine.overlap * min(seconds * (1 - 1 / buckets), computing_seconds) if overlaps else 0.0)
 
     kind = "reduce-scatter" if parallel.use_distributed_optimizer else "all-reduce"
     reduce = Term(job.state_group, kind, "gradients", elements * job.gradient_bytes)

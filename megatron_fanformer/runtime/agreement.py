@@ -30,14 +30,9 @@ Failure = TypeVar("Failure", bound=FanformerError)
 def loopback_store() -> dist.TCPStore:
     """Return a store of this process for ranks of this machine."""
     listener = socket.create_server((LOOPBACK, 0), backlog=WAITING_CLIENTS)
+    port = listener.getsockname()[1]
     # The store closes the listener. Without one, it would listen on every interface.
-    return dist.TCPStore(
-        LOOPBACK,
-        listener.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    return dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def store_of_ranks(address: devices.RankAddress, timeout: timedelta) -> Any:
