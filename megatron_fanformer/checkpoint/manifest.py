@@ -90,10 +90,7 @@ def manifest_from(content: bytes, path: Path) -> Manifest:
 
 
 def check_files(checkpoint: Path, manifest: Manifest, *, share: int = 0, shares: int = 1) -> None:
-    """Raise CorruptError, which names the file, if one is missing or differs from the manifest.
-
-    Of several ranks that divide the work, each checks the share of its number.
-    """
+    """Raise CorruptError if a file is missing or differs from the manifest; check one of every `shares` files."""
     files = [(checkpoint / name, sums) for name, sums in manifest.files.items()]
     with ThreadPoolExecutor(THREADS) as threads:
         list(threads.map(lambda file: _check_file(*file), files[share::shares]))

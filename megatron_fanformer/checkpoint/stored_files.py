@@ -7,6 +7,8 @@
 
 torch and megatron-core would unpickle the table, which may execute code. Therefore `read_table` reads it here, without
 megatron-core, and megatron_versions.py passes it to them.
+
+Ranks divide a verification: of `shares` ranks, number `share` checks every `shares`-th file or object.
 """
 
 import dataclasses
@@ -150,10 +152,7 @@ def main_weight_name(weight: str, stored_names: Collection[str]) -> str:
 
 
 def read_checked(checkpoint: Path, *, share: int = 0, shares: int = 1) -> Table:
-    """Return a checkpoint's table; raise CorruptError if a file is missing or damaged, or holds more than data.
-
-    Of several ranks that divide the work, each verifies the share of its number.
-    """
+    """Return a checkpoint's table; raise CorruptError if a file is missing or damaged, or holds more than data."""
     check_stored(checkpoint, share=share, shares=shares)
     table = read_table(checkpoint)
     check_plain_values(checkpoint, table, share=share, shares=shares)
@@ -184,10 +183,7 @@ def check_format(checkpoint: Path) -> None:
 
 
 def check_plain_values(checkpoint: Path, table: Table, *, share: int = 0, shares: int = 1) -> None:
-    """Raise CorruptError if the plain values or an object in a checkpoint is more than data; megatron-core loads all.
-
-    Of several ranks that divide the objects, each checks the share of its number.
-    """
+    """Raise CorruptError if the plain values or an object in a checkpoint are more than data, used here or not."""
     check_format(checkpoint)
     if common_state(table) is None or (checkpoint / COMMON).exists():
         with reporting_damage(checkpoint / COMMON):

@@ -294,12 +294,9 @@ def _shards(optimizer: Any, weights: dict[str, Any]) -> Iterator[ShardedTensor]:
 
 
 def _rectangles_of(piece: ShardedTensor, part: _Part, key: str, flat: Tensor) -> Iterator[ShardedTensor]:
-    """Yield the intersection of a part with a piece of its weight, as shards of the tensor `key`.
+    """Yield the elements of a part's flattened tensor that lie in a piece of the weight, as shards of the tensor `key`.
 
     A weight is one piece, unless the checkpoint stores it as several: ranges of its rows or of its columns.
-
-    Args:
-        flat: the part's tensor, flattened.
     """
     assert piece.data is not None and not piece.prepend_axis_num
     weight_shape = tuple(part.weight.shape)
