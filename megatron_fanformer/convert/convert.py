@@ -11,8 +11,8 @@ from megatron_fanformer.convert.name_table import Format, convert
 from megatron_fanformer.convert.receipt import receipt, verify
 from megatron_fanformer.convert.reference import unsupported_part
 from megatron_fanformer.convert.tokenizer_files import adds_special_tokens, check_fits
-from megatron_fanformer.data.chat_template import template_of
-from megatron_fanformer.data.tokenizer import load_tokenizer, note_of_end, tokenizer_file
+from megatron_fanformer.data.chat_template import read_standalone_template
+from megatron_fanformer.data.tokenizer import end_of_text_notices, load_tokenizer, tokenizer_file
 from megatron_fanformer.durable_files import new_folder
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.model.config import torch_dtype
@@ -112,10 +112,10 @@ def _chat_template(tokenizer: Path | None, source: Checkpoint) -> str | None:
 
     The template sets the special tokens that it uses.
     """
-    template = None if tokenizer is None else template_of(tokenizer.parent, tokenizer)
+    template = None if tokenizer is None else read_standalone_template(tokenizer.parent, tokenizer)
     special_tokens_from = source.tokenizer or tokenizer
     if template is None and special_tokens_from is not None:
-        template = template_of(source.path, special_tokens_from)
+        template = read_standalone_template(source.path, special_tokens_from)
     return template
 
 
@@ -123,7 +123,7 @@ def _notes(source: Checkpoint, to: Format, extras: Extras) -> Iterator[str]:
     """Yield lines on parts of the source that the conversion leaves out, and on the tokenizer."""
     yield from source.notes
     if to != "reference" and extras.tokenizer is not None:
-        yield from note_of_end(load_tokenizer(extras.tokenizer, eod_id=extras.eod_id, needs_eod=False))
+        yield from end_of_text_notices(load_tokenizer(extras.tokenizer, eod_id=extras.eod_id, needs_eod=False))
     if to == "hf" and extras.tokenizer and adds_special_tokens(extras.tokenizer):
         yield (
             "left out: the special tokens that the tokenizer puts around a text; preparation and generation add none"

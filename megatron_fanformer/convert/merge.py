@@ -20,7 +20,7 @@ from megatron_fanformer.convert.checkpoints import open_checkpoint, write_checkp
 from megatron_fanformer.convert.model_card import RECEIPT, Extras
 from megatron_fanformer.convert.name_table import check_tensors
 from megatron_fanformer.convert.receipt import describe_checkpoint
-from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA, own_template
+from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA, read_template
 from megatron_fanformer.durable_files import new_folder, sha256_of
 from megatron_fanformer.errors import InputError
 
@@ -48,7 +48,7 @@ def merge_checkpoints(sources: Sequence[Path], shares: Sequence[float], output: 
         check_tensors(tensors.meta, model, "megatron")
     dtype = reduce(torch.promote_types, (tensor.dtype for tensors in opened for tensor in tensors.meta.values()))
     extras = Extras(
-        name=output.name, tokenizer=tokenizer, chat_template=own_template(template.parent) if template else None
+        name=output.name, tokenizer=tokenizer, chat_template=read_template(template.parent) if template else None
     )
 
     def average(name: str) -> Tensor:

@@ -1,9 +1,9 @@
 """Micro batches from a dataset of samples, in an order that depends on neither the layout nor the process count.
 
-The ranks of a tensor and context parallel group take the same ones. The group's first rank reads for all; no other has
-loader processes, or opens a token file in a step. A micro batch is one broadcast of one buffer on the CPU, of whole
-samples, out of which context parallel ranks then cut their parts. It says first whether the samples could be read; if
-not, all ranks raise the first one's error.
+All ranks of a tensor and context parallel group take the same micro batches. Only the group's first rank reads token
+files and has loader processes. It broadcasts each micro batch as one buffer on the CPU, of whole samples; context
+parallel ranks then cut their parts out of it. The first word of the buffer is a flag: if the first rank could not read
+the samples, all ranks raise the first rank's error.
 
 Shapes: b micro batch, s sequence.
 """
@@ -23,15 +23,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from megatron_fanformer.data.remote_files import side_by_side
+from megatron_fanformer.data.remote_files import map_in_threads
+from megatron_fanformer.data.sample_order import SampleWrapper
 from megatron_fanformer.errors import FanformerError
 from megatron_fanformer.runtime.agreement import raise_on_all
 
 BATCH_FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
-READ_AHEAD_SAMPLES = 32  # of a loader's task, where samples come from other stores: requests wait side by side
+READ_AHEAD_SAMPLES = 32  # that a loader process fetches together from other stores, so that requests overlap
 DOCUMENT_IDS = "document_ids"
-"""One more key, of samples whose attention stays within documents: 0, 1, 2 … by document, never falling."""
-READ, FAILED = 1, 0  # a simulated rank reads 1 from any tensor (`plan.simulation.INVENTED`)
+"""Field of samples whose attention stays within documents: the number of each token's document in its sample."""
+READ, FAILED = 1, 0  # flags of a shared buffer; a simulated rank reads 1 from any tensor (`plan.simulation.INVENTED`)
 
 
 def micro_batches(
@@ -43,16 +44,16 @@ def micro_batches(
     data_parallel_size: int,
     num_workers: int = 0,
 ) -> Generator[dict[str, Tensor], None, None]:
-    """Yield this data-parallel rank's micro batches, one after the other, without end.
+    """Start the loader processes, and return an endless stream of this data-parallel rank's micro batches.
 
-    They are `tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), each [b, s], on the CPU; and
-    `document_ids` (int32), [b, s], where the samples have them. Errors are the dataset's.
+    A micro batch has `tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), each [b, s], on the CPU; and
+    `document_ids` (int32), [b, s], if the samples have them. The stream raises the errors of the dataset.
 
-    The k-th micro batch from here on is the b samples from consumed_samples + (k * dp + r) * b on, where r is the
-    rank and dp the number of ranks. So a step of m micro batches takes the next m * dp * b samples in order, on
-    whatever ranks, and a resumed run goes on where it stopped. Past its end the dataset starts over.
+    Micro batch k = 0, 1, … holds the b samples from number consumed_samples + (k * dp + r) * b on, for rank r of dp. So
+    a step of m micro batches takes the next m * dp * b samples in order, for any dp, and a resumed run goes on where it
+    stopped. After its last sample the dataset starts over.
 
-    `close` ends the loader processes; in the hands of the garbage collector, torch waits five seconds for each.
+    Close the stream to end the loader processes: if it is garbage-collected instead, torch waits 5 s for each process.
     """
     numbers = sample_numbers(
         len(dataset),
@@ -64,37 +65,27 @@ def micro_batches(
     ahead = max(1, -(-READ_AHEAD_SAMPLES // micro_batch_size)) if isinstance(dataset, RemoteSamples) else 1
     loader = DataLoader(
         _ErrorsAsSamples(dataset),
-        batch_sampler=_joined(numbers, ahead),
+        batch_sampler=_group_for_loader(numbers, ahead),
         num_workers=num_workers,
         # Forked workers start at once; a spawned worker first imports megatron-core, which takes seconds.
         multiprocessing_context="fork" if num_workers else None,
-        collate_fn=functools.partial(_stack_each, micro_batch_size),
+        collate_fn=functools.partial(_stack_micro_batches, micro_batch_size),
         pin_memory=torch.cuda.is_available(),  # so that copies to the GPU overlap with its work
         # The loader draws a seed when it starts: not from the training's own generator, whose state a
         # resumed run must find unchanged.
         generator=torch.Generator(),
-        worker_init_fn=_begin_process,
+        worker_init_fn=_set_up_loader_process,
     )
-    return _raised(iter(loader))  # whose processes have begun
+    return _raise_errors(iter(loader))  # iter() starts the processes
 
 
-@dataclass(frozen=True)
-class RemoteSamples:
-    """Samples that are read from other stores, many at a time: their requests wait side by side."""
-
-    samples: Any
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        item: dict[str, Tensor] = self.samples[index]
-        return item
+class RemoteSamples(SampleWrapper):
+    """A dataset on other stores: loader processes read many samples at a time, so that requests overlap."""
 
 
 @dataclass(frozen=True)
 class _ErrorsAsSamples(Dataset[Any]):
-    """A dataset that returns its errors for the user: torch turns those raised in its processes into tracebacks."""
+    """A dataset that returns a FanformerError in place of a sample: raised in a loader, it would become a traceback."""
 
     dataset: Any
 
@@ -105,21 +96,22 @@ class _ErrorsAsSamples(Dataset[Any]):
             return error
 
     def __getitems__(self, samples: list[int]) -> list[Any]:
-        """Return the samples of a loader's task, as torch calls this."""
+        """Return the samples with these numbers; torch calls this for all samples of a task."""
         if isinstance(self.dataset, RemoteSamples):
-            return side_by_side(self.__getitem__, samples)
+            return map_in_threads(self.__getitem__, samples)
         return list(map(self.__getitem__, samples))
 
 
-def _joined(numbers: Iterator[list[int]], ahead: int) -> Iterator[list[int]]:
-    """Yield the samples of `ahead` micro batches together: a loader's task."""
-    while joined := [number for batch in itertools.islice(numbers, ahead) for number in batch]:
-        yield joined
+def _group_for_loader(numbers: Iterator[list[int]], micro_batches: int) -> Iterator[list[int]]:
+    """Yield the sample numbers of `micro_batches` micro batches as one list: the task that a loader takes at a time."""
+    while task := list(itertools.chain.from_iterable(itertools.islice(numbers, micro_batches))):
+        yield task
 
 
-def _raised(batches: Iterator[list[Any]]) -> Generator[dict[str, Tensor], None, None]:
+def _raise_errors(tasks: Iterator[list[Any]]) -> Generator[dict[str, Tensor], None, None]:
+    """Yield the micro batches of finished loader tasks; raise a FanformerError among them, or if a process died."""
     try:
-        for batch in itertools.chain.from_iterable(batches):
+        for batch in itertools.chain.from_iterable(tasks):
             if isinstance(batch, FanformerError):
                 raise batch
             yield batch
@@ -133,33 +125,31 @@ def _raised(batches: Iterator[list[Any]]) -> Generator[dict[str, Tensor], None, 
 
 
 def sample_numbers(
-    samples: int, *, consumed_samples: int, micro_batch_size: int, data_parallel_rank: int, data_parallel_size: int
+    dataset_size: int, *, consumed_samples: int, micro_batch_size: int, data_parallel_rank: int, data_parallel_size: int
 ) -> Iterator[list[int]]:
-    """Yield the numbers of the samples, of `samples`, in each of `micro_batches`' micro batches, without end."""
+    """Yield, without end, the numbers of the samples in each micro batch that `micro_batches` returns."""
     stride = data_parallel_size * micro_batch_size
     for first in count(consumed_samples + data_parallel_rank * micro_batch_size, stride):
-        yield [sample % samples for sample in range(first, first + micro_batch_size)]
+        yield [sample % dataset_size for sample in range(first, first + micro_batch_size)]
 
 
-def _begin_process(_worker: int) -> None:
-    """Ignore signals to stop, which reach whole process groups: the rank needs its batches until it has saved.
-
-    Collect garbage, too, which a rank in the middle of its run leaves to its loop.
-    """
-    gc.enable()
+def _set_up_loader_process(_worker: int) -> None:
+    """Leave the rank's process group and ignore signals to stop: the rank needs micro batches until it has saved."""
+    gc.enable()  # a training rank has switched it off, and its forked loaders would inherit that
     os.setpgrp()  # SIGTERM keeps its effect: torch ends a worker with it
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
 
 
-def _stack_each(size: int, samples: list[Any]) -> list[dict[str, Tensor] | FanformerError]:
+def _stack_micro_batches(size: int, samples: list[Any]) -> list[dict[str, Tensor] | FanformerError]:
     return [_stack(samples[first : first + size]) for first in range(0, len(samples), size)]
 
 
 def _stack(samples: list[Any]) -> dict[str, Tensor] | FanformerError:
-    """Return one batch of samples, or the first error among them. Fields of a blend about their source are left out."""
-    if error := next((sample for sample in samples if isinstance(sample, FanformerError)), None):
-        return error
+    """Return samples as one batch, without the fields in which a blend names their sources; or the first error."""
+    for sample in samples:
+        if isinstance(sample, FanformerError):
+            return sample
     names = [*BATCH_FIELDS, DOCUMENT_IDS] if DOCUMENT_IDS in samples[0] else BATCH_FIELDS
     return {name: torch.stack([sample[name] for sample in samples]) for name in names}
 
@@ -176,37 +166,32 @@ def shared_batches(
     has_document_ids: bool = False,
     is_used: bool = True,
 ) -> Generator[dict[str, Tensor], None, None]:
-    """Return the micro batches of a stream that the group's first rank opens, on all ranks of the group.
+    """Return a stream of micro batches on every rank of a group; only the first rank reads them.
 
-    Taking one is a collective call, and raises the stream's own error on all. In a group of one rank they are the
-    stream itself.
+    Taking a micro batch is a collective call. If the first rank cannot read it, all ranks raise the first rank's error.
 
     Args:
-        read: opens the stream, of `BATCH_FIELDS` and perhaps `document_ids`, [b, s] on the CPU; called on the first
-            rank alone.
-        group: whose tensors are on the CPU: `RankGrid.samples_group`.
-        is_used: False where a step needs none (`RankGrid.takes_samples`): micro batches of zeros, which nobody reads.
+        read: returns the first rank's stream, of `BATCH_FIELDS` and perhaps `document_ids`, [b, s] on the CPU.
+        group: a group that broadcasts tensors on the CPU: `RankGrid.samples_group`.
+        is_used: False on a rank whose stage needs no samples (`RankGrid.takes_samples`); its micro batches are zeros.
     """
     shape = (micro_batch_size, seq_length)
     if not is_used:
         zeros = torch.zeros(shape, dtype=torch.int64)
-        return _repeat({**dict.fromkeys(BATCH_FIELDS, zeros), "loss_mask": zeros.float()})
+        batch = {**dict.fromkeys(BATCH_FIELDS, zeros), "loss_mask": zeros.float()}
+        return (batch for _ in count())
     if group.size() == 1:
         return read()
-    stream = read() if group.rank() == 0 else None  # whose loader processes begin now
-    return _shared(stream, group, shape, has_document_ids)
+    stream = read() if group.rank() == 0 else None  # now, not at the first micro batch: loaders begin to read
+    return _broadcast_batches(stream, group, shape, has_document_ids)
 
 
-def _repeat(batch: dict[str, Tensor]) -> Generator[dict[str, Tensor], None, None]:
-    while True:
-        yield batch
-
-
-def _shared(
+def _broadcast_batches(
     stream: Iterator[dict[str, Tensor]] | None, group: dist.ProcessGroup, shape: tuple[int, int], has_document_ids: bool
 ) -> Generator[dict[str, Tensor], None, None]:
+    """Broadcast the micro batches of `stream`, which is None on all ranks but the first, and yield them."""
     while True:
-        buffer, batch = _buffer(shape, has_document_ids)
+        buffer, batch = _allocate_buffer(shape, has_document_ids)
         failure: Exception | None = None
         if stream is not None:
             try:
@@ -221,15 +206,15 @@ def _shared(
         yield batch
 
 
-def _buffer(shape: tuple[int, int], has_document_ids: bool) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return a buffer of int64 for one micro batch, and the micro batch's tensors, [b, s], as views of it."""
+def _allocate_buffer(shape: tuple[int, int], has_document_ids: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return an int64 buffer for a flag and one micro batch, and the micro batch's tensors, [b, s], as views of it."""
     tokens = shape[0] * shape[1]
-    of_four_bytes = 2 if has_document_ids else 1
-    length = 1 + 3 * tokens + -(-of_four_bytes * tokens // 2)
+    int64_end = 1 + 3 * tokens
+    four_byte_values = 2 * tokens if has_document_ids else tokens
+    length = int64_end + -(-four_byte_values // 2)
     buffer = torch.empty(length, dtype=torch.int64, pin_memory=torch.cuda.is_available())
-    ids, others = buffer[1 : 1 + 3 * tokens].view(3, *shape), buffer[1 + 3 * tokens :]
-    batch = dict(zip(("tokens", "labels", "position_ids"), ids, strict=True))
-    batch["loss_mask"] = others.view(torch.float32)[:tokens].view(shape)
+    batch = dict(zip(("tokens", "labels", "position_ids"), buffer[1:int64_end].view(3, *shape), strict=True))
+    batch["loss_mask"] = buffer[int64_end:].view(torch.float32)[:tokens].view(shape)
     if has_document_ids:
-        batch[DOCUMENT_IDS] = others.view(torch.int32)[tokens : 2 * tokens].view(shape)
+        batch[DOCUMENT_IDS] = buffer[int64_end:].view(torch.int32)[tokens : 2 * tokens].view(shape)
     return buffer, batch

@@ -1,7 +1,7 @@
 """Blends of token files, in Megatron's form: sources, all with a weight or all without.
 
-A source is a .bin and .idx pair, named by its prefix, or .npy files, named by a file, a glob or a folder. `@FILE`
-stands for the words of a file.
+A source is a .bin and .idx pair, named by its prefix, or a set of .npy files, named by a file, a glob or a folder.
+`@FILE` stands for the words of a blend file.
 """
 
 import errno
@@ -16,12 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_fanformer.data.remote_files import listed, optional_contents
-from megatron_fanformer.data.token_files import NPY_SUFFIX, bin_path, idx_path, npy_prefix
+from megatron_fanformer.data.remote_files import list_files, read_small_files
+from megatron_fanformer.data.token_files import NPY_SUFFIX, idx_path, npy_prefix
 from megatron_fanformer.errors import InputError, redacted
 from megatron_fanformer.stores import is_url, password_problem
 
-Bounds = tuple[float, float]
 Word = str | int | float
 """An entry of a list of token files; a number is a weight."""
 
@@ -29,8 +28,8 @@ PART_NAMES = ("training", "validation", "test")
 TRAIN, VALIDATION = 0, 1  # positions in PART_NAMES, and in megatron-core's lists
 SPLIT_PATTERN = re.compile(r"\d*\.?\d+(,\d*\.?\d+){1,2}")
 COMMENT = re.compile(r"(^|\s)#.*")
-TEXT_ENCODING = "utf-8-sig"  # an editor of Windows begins a file with a byte order mark, which is of no word
-PAIR_END = re.compile(r"\.(bin|idx)$")
+TEXT_ENCODING = "utf-8-sig"  # without the byte order mark that editors on Windows put first
+PAIR_SUFFIX = re.compile(r"\.(bin|idx)$")
 
 
 @dataclass(frozen=True)
@@ -41,71 +40,78 @@ class Source:
 
     @property
     def name(self) -> str:
-        """Return its name in tables and messages: its path, of several files the first and their number."""
+        """Return the name in tables and messages: the path, or the first of several paths and the number of others."""
         return self.paths[0] if len(self.paths) == 1 else f"{self.paths[0]} and {len(self.paths) - 1} more"
 
     @property
     def is_npy(self) -> bool:
-        """Return whether it is .npy files."""
+        """Return whether the source consists of .npy files."""
         return self.paths[0].endswith(NPY_SUFFIX)
 
     @property
     def prefixes(self) -> list[str]:
-        """Return the prefixes of its files: their paths without .bin, .idx or .npy."""
+        """Return the prefix of the pair, or the path of each .npy file without .npy."""
         return [npy_prefix(path) if self.is_npy else path for path in self.paths]
 
     @property
     def files(self) -> list[Path]:
-        """Return all files on this machine that it is read from."""
-        here = [path for path in self.paths if not is_url(path)]
-        return [file for path in here for file in ([Path(path)] if self.is_npy else [bin_path(path), idx_path(path)])]
+        """Return the files of this source that are on this machine."""
+        return [Path(name) for name in self._file_names if not is_url(name)]
 
     @property
     def urls(self) -> list[str]:
-        """Return the URLs of all files on other stores that it is read from."""
-        there = [path for path in self.paths if is_url(path)]
-        return [url for path in there for url in ([path] if self.is_npy else [path + ".bin", path + ".idx"])]
+        """Return the URLs of the files of this source that are on other stores."""
+        return [name for name in self._file_names if is_url(name)]
+
+    @property
+    def _file_names(self) -> list[str]:
+        return (
+            list(self.paths)
+            if self.is_npy
+            else [f"{path}{suffix}" for path in self.paths for suffix in (".bin", ".idx")]
+        )
 
 
 def source_labels(sources: Sequence[Source]) -> list[str]:
-    """Return a short name for each source: its path (of files, their folder) below that of all, or its whole name."""
+    """Return a short name for each source: the path below the common folder, or the whole name if two are the same."""
     path_lists = [[path if is_url(path) else os.path.abspath(path) for path in source.paths] for source in sources]
-    paths = [source_paths[0] if len(source_paths) == 1 else _common_folder(source_paths) for source_paths in path_lists]
+    paths = [paths_of[0] if len(paths_of) == 1 else _common_folder(paths_of) for paths_of in path_lists]
     folder = _common_folder([os.path.dirname(path) for path in paths])
     labels = [npy_prefix(path.removeprefix(folder).lstrip("/")) for path in map(redacted, paths)]
     return labels if len(set(labels)) == len(labels) else [redacted(source.name) for source in sources]
 
 
 def _common_folder(paths: Sequence[str]) -> str:
-    """Return the longest beginning of paths and URLs, in whole parts."""
-    parts = zip(*(path.split("/") for path in paths), strict=False)
-    return "/".join(level[0] for level in itertools.takewhile(lambda level: len(set(level)) == 1, parts))
+    """Return the longest common beginning of paths or URLs that ends at a slash, without the slash."""
+    levels = zip(*(path.split("/") for path in paths), strict=False)
+    return "/".join(names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, levels))
 
 
 @dataclass(frozen=True)
 class Blend:
-    """Sources to draw samples from. Without weights, each counts by its size."""
+    """Sources to draw samples from. Without weights, sources count by their sizes."""
 
     sources: list[Source]
     weights: list[float] | None
 
 
 def parse_blend(items: Sequence[Word]) -> Blend:
-    """Read "source source …" or "weight source weight source …", one list entry per word.
+    """Read "source source …" or "weight source weight source …", one word per list entry.
 
-    With weights, each goes with one source. Without, all .npy files together are one source, in their order.
+    In a list without weights, all .npy files together make one source, in the order of the list.
 
-    Raises InputError where the list is empty or malformed, or a glob, folder or blend file has nothing to read.
+    Raises InputError if the list is empty or malformed, if a glob or a folder matches no .npy file, or if a blend file
+    cannot be read.
     """
-    words = blend_words(items)
+    words = list_words(items)
     if not words:
         raise InputError("the list is empty; name at least one prefix of a .bin and .idx pair, or a .npy file")
     numbers = [as_weight(word) for word in words]
     if numbers[0] is None:
-        stray = next((word for word, number in zip(words, numbers, strict=True) if number is not None), None)
-        if stray is not None:
-            raise InputError(f"{stray!r} is a weight where others are missing; give every prefix a weight, or none")
-        return Blend(_npy_as_one([_source(word) for word in words]), None)
+        for word, number in zip(words, numbers, strict=True):
+            if number is not None:
+                raise InputError(f"{word!r} is a weight where others are missing; give every prefix a weight, or none")
+        return Blend(_merge_npy_sources([_source(word) for word in words]), None)
     text = " ".join(words)
     shown = repr(text if len(text) <= 200 else text[:200] + " …")  # a blend file may have thousands
     weights = [number for number in numbers[0::2] if number is not None]
@@ -117,26 +123,32 @@ def parse_blend(items: Sequence[Word]) -> Blend:
 
 
 def as_weight(word: str) -> float | None:
-    """Return a word as a number; None for a path."""
+    """Return a word as a number, or None if it is a path."""
     try:
         return float(word)
     except ValueError:
         return None
 
 
-def blend_words(items: Sequence[Word]) -> list[str]:
-    """Return the words of a list, with those of blend files in the place of `@FILE`."""
-    return [word for item in items for word in _item_words(str(item))]
+def list_words(items: Sequence[Word]) -> list[str]:
+    """Return the words of a list, with the words of the blend file in place of each `@FILE`."""
+    return [word for item in items for word in _expand_item(str(item))]
 
 
-def _item_words(item: str) -> list[str]:
-    """Return the item itself, or the words of the blend file that it names, whose paths are relative to its folder."""
+def _expand_item(item: str) -> list[str]:
+    """Return the words of the blend file that `@FILE` names, with whole paths; return any other item unchanged.
+
+    Raises InputError if the blend file cannot be read, or names another blend file.
+    """
     if not item.startswith("@"):
         return [item]
     file = item[1:] if is_url(item[1:]) else str(Path(item[1:]))
     folder = file.rpartition("/")[0] if is_url(file) else str(Path(file).parent)
     try:
-        lines = [COMMENT.sub("", line) for line in _content(file).decode(TEXT_ENCODING).splitlines()]
+        content = read_small_files([file])[0] if is_url(file) else Path(file).read_bytes()
+        if content is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        lines = [COMMENT.sub("", line) for line in content.decode(TEXT_ENCODING).splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
         raise InputError(
@@ -145,60 +157,56 @@ def _item_words(item: str) -> list[str]:
     words = [word for line in lines for word in line.split()]
     if any(word.startswith("@") for word in words):
         raise InputError(f"blend file {file} names another by @; list both where the first is named")
-    step = 1 if not words or as_weight(words[0]) is None else 2
-    for position in range(step - 1, len(words), step):
-        words[position] = _below(folder, words[position])
+    has_weights = bool(words) and as_weight(words[0]) is not None
+    first_path, step = (1, 2) if has_weights else (0, 1)
+    for position in range(first_path, len(words), step):
+        words[position] = _resolve(folder, words[position])
     return words
 
 
-def _content(file: str) -> bytes:
-    if not is_url(file):
-        return Path(file).read_bytes()
-    (content,) = optional_contents([file])
-    if content is None:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-    return content
-
-
-def _below(folder: str, path: str) -> str:
-    """Return a path that a blend file in a folder, or at a URL, has; one that is whole as it is."""
+def _resolve(folder: str, path: str) -> str:
+    """Return a path relative to `folder`, which may be a URL, as a whole path; a URL or an absolute path unchanged."""
     if is_url(path):
         return path
-    return f"{folder}/{path}" if is_url(folder) and not path.startswith("/") else str(Path(folder) / path)
+    if is_url(folder) and not path.startswith("/"):
+        return f"{folder}/{path}"
+    return str(Path(folder) / path)
 
 
 def _source(word: str) -> Source:
-    """Return the source that a word names. At a URL, a folder's name ends in /, so that most need not be looked up."""
+    """Return the source that a word names. The URL of a folder ends in /, so that no store need be asked."""
+    is_pattern = word.endswith(NPY_SUFFIX) and glob.has_magic(word)
     if is_url(word):
-        is_many = word.endswith("/") or (word.endswith(NPY_SUFFIX) and glob.has_magic(word))
-        return Source(_some(word, listed(word, NPY_SUFFIX)) if is_many else (re.sub(PAIR_END, "", word),))
+        is_many = word.endswith("/") or is_pattern
+        return _npy_source(word, list_files(word, NPY_SUFFIX)) if is_many else Source((re.sub(PAIR_SUFFIX, "", word),))
     if Path(word).is_dir() and not idx_path(word).exists():
-        return Source(_some(word, sorted(str(path) for path in Path(word).iterdir() if path.name.endswith(NPY_SUFFIX))))
-    if word.endswith(NPY_SUFFIX) and glob.has_magic(word) and not Path(word).exists():
-        return Source(_some(word, sorted(glob.glob(word, recursive=True))))
-    return Source((word if idx_path(word).exists() else re.sub(PAIR_END, "", word),))
+        files = sorted(str(path) for path in Path(word).iterdir() if path.name.endswith(NPY_SUFFIX))
+        return _npy_source(word, files)
+    if is_pattern and not Path(word).exists():
+        return _npy_source(word, sorted(glob.glob(word, recursive=True)))
+    return Source((word if idx_path(word).exists() else re.sub(PAIR_SUFFIX, "", word),))
 
 
-def _some(word: str, files: list[str]) -> tuple[str, ...]:
+def _npy_source(word: str, files: list[str]) -> Source:
     if not files:
         raise InputError(f"{word} holds no .npy file; name files of token ids, or the prefix of a .bin and .idx pair")
-    return tuple(files)
+    return Source(tuple(files))
 
 
-def _npy_as_one(sources: Sequence[Source]) -> list[Source]:
-    """Return all .npy files as one source, in the place of the first of them."""
-    files = Source(tuple(path for source in sources if source.is_npy for path in source.paths))
+def _merge_npy_sources(sources: Sequence[Source]) -> list[Source]:
+    """Replace the first source of .npy files by one source of all .npy files, and drop the other ones."""
+    all_files = Source(tuple(path for source in sources if source.is_npy for path in source.paths))
     merged: list[Source] = []
     for source in sources:
         if not source.is_npy:
             merged.append(source)
-        elif files not in merged:
-            merged.append(files)
+        elif all_files not in merged:
+            merged.append(all_files)
     return merged
 
 
 def blend_problems(name: str, items: Sequence[Word]) -> list[str]:
-    """List the problems of a blend; `name` is the setting that holds it. No file is opened except a blend file."""
+    """List the problems of a blend, which the setting `name` holds, without opening files other than blend files."""
     try:
         blend = parse_blend(items)
     except InputError as error:
@@ -216,18 +224,18 @@ def blend_problems(name: str, items: Sequence[Word]) -> list[str]:
 
 
 def split_problems(split: str) -> list[str]:
-    """List the problems of a split such as "99,1,0" (training, validation, test)."""
-    parts = [float(part) for part in split.split(",")] if SPLIT_PATTERN.fullmatch(split) else []
-    if not parts or parts[0] <= 0 or parts[1] <= 0:
+    """List the problems of `data.split`, such as "99,1,0" (training, validation, test)."""
+    shares = [float(share) for share in split.split(",")] if SPLIT_PATTERN.fullmatch(split) else []
+    if not shares or shares[TRAIN] <= 0 or shares[VALIDATION] <= 0:
         return [f"data.split: {split!r} cuts off no validation part; write it as '99,1,0', training first"]
     return []
 
 
-def split_bounds(split: str) -> list[Bounds | None]:
-    """Return the fractions of the documents between which each part lies; None for a part that a split leaves out.
+def split_bounds(split: str) -> list[tuple[float, float] | None]:
+    """Return, for each part, the fractions of the documents at which it begins and ends; None for an empty part.
 
-    Bit for bit the result of megatron-core's parse_and_normalize_split and convert_split_vector_to_split_matrix, which
-    cannot be called before torch is imported.
+    The result equals, bit for bit, that of megatron-core's parse_and_normalize_split and
+    convert_split_vector_to_split_matrix, which cannot be called before torch is imported.
     """
     stated = [float(part) for part in split.split(",")]
     sizes = np.array(stated + [0.0] * (len(PART_NAMES) - len(stated)), dtype=np.float64)

@@ -1,12 +1,12 @@
-"""Chat templates: from the messages of a conversation to a text, of which spans are learned, and to token ids.
+"""Chat templates: they turn the messages of a conversation into a text with learned spans, and into token ids.
 
-Templates are Jinja, as tokenizers on Hugging Face carry them; OLMo's form, in which the paper's data are prepared, is
-built in as one. transformers renders them, in Jinja's sandbox. What is learned is each assistant turn: its content and
-its end of turn. A template says so by `{% generation %}` blocks; without them, a turn is the text that it adds to
-the rendering of the messages before it.
+Templates are in Jinja, like those beside tokenizers on Hugging Face; transformers renders them in Jinja's sandbox. The
+form of the paper's data, OLMo's, is built in. The model learns every assistant turn: its content and its end of turn.
+A template marks the turns by `{% generation %}` blocks. Without marks, the span of a turn is the text that the turn
+adds to the rendering of the messages before it.
 
-The text is cut at the edges of these spans before it is encoded: no token is partly learned, and a prompt, which ends
-where an answer begins, has the ids that it has in training.
+The text is cut at the edges of the spans before it is encoded. So no token is partly learned, and a prompt, which ends
+where an answer begins, has the same ids as in training.
 """
 
 import copy
@@ -27,7 +27,7 @@ from megatron_fanformer.data.tokenizer import (
     TOKENIZER_CONFIG,
     Tokenizer,
     load_tokenizer,
-    read_beside,
+    read_json_config,
     token_text,
 )
 from megatron_fanformer.errors import InputError
@@ -55,11 +55,11 @@ OLMO_TEMPLATE = """\
 """
 
 Message = Mapping[str, Any]
-"""One message: its `role`, its `content`, a text, or None beside `tool_calls`, and whatever else a template reads."""
+"""One message: `role`, `content` (a text, or None beside `tool_calls`), and other fields that a template may read."""
 Tools = Sequence[Mapping[str, Any]]
-"""Functions that may be called: `function.name` and what else a template writes."""
+"""Functions that the model may call: `function.name`, and other fields that a template may read."""
 QUESTION, ANSWER = {"role": "user", "content": "A question?"}, {"role": ASSISTANT, "content": "An answer!"}
-"""Rendered to see the text that a template writes around messages."""
+"""Rendered to find the text that a template writes around messages."""
 
 
 class RenderedChat(NamedTuple):
@@ -71,10 +71,7 @@ class RenderedChat(NamedTuple):
 
 
 class TemplateRefusal(InputError):
-    """A template cannot render a conversation, or leaves unknown which of its tokens are learned.
-
-    `reason` has the same words for all conversations that fail in this way.
-    """
+    """A template cannot render a conversation, or a learned span is unknown. `reason` is the kind of the failure."""
 
     def __init__(self, message: str, reason: str = "") -> None:
         super().__init__(message)
@@ -84,7 +81,7 @@ class TemplateRefusal(InputError):
 REFUSED = "refused by the template"
 BEGINS_OTHERWISE = "the template renders its beginning otherwise"
 
-_one_at_a_time = threading.Lock()  # transformers keeps the marks of a rendering in the template
+_rendering = threading.Lock()  # transformers keeps the spans of a rendering in the template, which threads share
 
 
 @dataclass(frozen=True)
@@ -93,7 +90,7 @@ class ChatTemplate:
 
     source: str
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Special tokens that the tokenizer has, of bos_token, eos_token, pad_token and unk_token."""
+    """The tokenizer's special tokens, by the names of VARIABLES."""
 
     def render(
         self,
@@ -103,40 +100,43 @@ class ChatTemplate:
         *,
         needs_learned: bool = True,
     ) -> RenderedChat:
-        """Return the text of a conversation, with the opening of the next answer where `add_generation_prompt`.
+        """Render a conversation; with `add_generation_prompt`, the opening of the next answer ends the text.
 
-        Arguments of tool calls are given as stated; those that are JSON text as objects where the template cannot
-        render the text, or would escape it.
+        If a template fails on arguments of tool calls that are JSON text, or escapes the text, it gets them as objects.
 
-        Raises TemplateRefusal if it cannot render this one, or where `needs_learned`, as in training, and the learned
-        span of a turn is unknown; else such turns have no span.
+        Raises TemplateRefusal if the template cannot render the conversation, or if `needs_learned`, as in training,
+        and the learned span of a turn is unknown. Otherwise a turn whose span is unknown has none.
         """
-        others, escaped = _with_objects(messages)
+        with_objects, escaped_texts = _parse_arguments(messages)
         try:
-            chat = self._with_learned(messages, add_generation_prompt, tools, needs_learned)
-            if not any(text in chat.text for text in escaped):
+            chat = self._render_with_spans(messages, add_generation_prompt, tools, needs_learned)
+            if not any(text in chat.text for text in escaped_texts):
                 return chat
         except TemplateRefusal:
-            if not escaped:
+            if not escaped_texts:
                 raise
-        return self._with_learned(others, add_generation_prompt, tools, needs_learned)
+        return self._render_with_spans(with_objects, add_generation_prompt, tools, needs_learned)
 
-    def with_variables(self) -> str:
-        """Return its source with the special tokens set: the same text, whichever tokens another program gives it."""
-        return _with_set(self.source, self.variables)
+    def standalone_source(self) -> str:
+        """Return the source with statements that set the special tokens, for programs that would pass other tokens."""
+        # ensure_ascii would write characters beyond 16 bits as two surrogates, which Jinja reads as two characters.
+        texts = {name: json.dumps(text, ensure_ascii=False) for name, text in self.variables.items()}
+        # The line ends add nothing to the rendered text: transformers has Jinja drop them after a statement.
+        return "".join(f"{{% set {name} = {text} %}}\n" for name, text in texts.items()) + self.source
 
     def end_of_turn(self) -> str:
-        """Return the learned text behind the content of an answer; nothing where that is unknown."""
+        """Return the learned text that the template writes after the content of an answer; "" if that is unknown."""
         try:
             text, spans = self.render([QUESTION, ANSWER])
         except TemplateRefusal:
             return ""
         return "".join(text[begin:end] for begin, end in spans).rpartition(ANSWER["content"])[2]
 
-    def _with_learned(
+    def _render_with_spans(
         self, messages: Sequence[Message], add_generation_prompt: bool, tools: Tools | None, needs_learned: bool
     ) -> RenderedChat:
-        chat = self._rendered(messages, add_generation_prompt, tools)
+        """Render a conversation, and find the learned spans if the template does not mark them."""
+        chat = self._render_once(messages, add_generation_prompt, tools)
         if GENERATION.search(self.source):
             return chat
         turns = [turn for turn, message in enumerate(messages) if message["role"] == ASSISTANT]
@@ -151,17 +151,18 @@ class ChatTemplate:
         return RenderedChat(chat.text, [span for span in spans.values() if span is not None])
 
     def _span(self, messages: Sequence[Message], turn: int, whole: str, tools: Tools | None) -> tuple[int, int] | None:
-        """Return the span of an assistant turn: its text beyond the messages before it and the opening of an answer.
+        """Return the learned span of the assistant's message number `turn` in the text `whole`; None if it is unknown.
 
-        White space behind the mark that ends the turn is left out of it. None where the span is unknown.
+        The span begins after the opening of the answer. It ends with the text up to this turn, without white space
+        after a mark that ends the turn.
         """
         content = (messages[turn].get("content") or "").strip()
         try:
-            text = self._rendered(messages[: turn + 1], False, tools).text
+            text = self._render_once(messages[: turn + 1], False, tools).text
             if any(message["role"] != "system" for message in messages[:turn]):
-                before = self._rendered(messages[:turn], True, tools).text
-            else:  # few templates render no messages, or the system's alone: the opening is that of the next answer
-                opening = self._rendered(messages[: turn + 1], True, tools).text.removeprefix(text).lstrip()
+                before = self._render_once(messages[:turn], True, tools).text
+            else:  # few templates can render no message or a system message alone: find the opening of another answer
+                opening = self._render_once(messages[: turn + 1], True, tools).text.removeprefix(text).lstrip()
                 if text.count(opening or content) != 1:
                     return None
                 before = text.partition(opening or content)[0] + opening
@@ -171,18 +172,19 @@ class ChatTemplate:
             return None
         span = text[len(before) :]
         place = span.find(content)
+        # If the content is not in the span, the opening wrote its beginning, or the template changed it.
         has_mark = bool(span[place + len(content) :].strip()) if place >= 0 else not content.endswith(span.strip())
         return len(before), len(text.rstrip() if has_mark else text)
 
-    def _rendered(
+    def _render_once(
         self, messages: Sequence[Message], add_generation_prompt: bool = False, tools: Tools | None = None
     ) -> RenderedChat:
-        """Render as transformers' `apply_chat_template` does, without fields that are None; with the marked spans."""
+        """Render messages as transformers' `apply_chat_template` does; the spans are those of `{% generation %}`."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         stated = [{name: value for name, value in message.items() if value is not None} for message in messages]
         try:
-            with _one_at_a_time:
+            with _rendering:
                 (text,), spans = render_jinja_template(
                     [stated],
                     tools=tools,
@@ -199,7 +201,7 @@ class ChatTemplate:
                 REFUSED,
             ) from error
         learned = sorted(*spans) if spans else []
-        if any(end > begin for (_, end), (begin, _) in itertools.pairwise(learned)):
+        if any(end > next_begin for (_, end), (next_begin, _) in itertools.pairwise(learned)):
             raise TemplateRefusal(
                 "the chat template has {% generation %} blocks in each other, or in a macro; mark each turn once, "
                 "outside of macros",
@@ -208,38 +210,34 @@ class ChatTemplate:
         return RenderedChat(text, learned)
 
 
-def _with_set(source: str, variables: Mapping[str, str]) -> str:
-    # Characters as they are: Jinja reads JSON's pair of surrogates as two characters, which no text can hold.
-    texts = {name: json.dumps(text, ensure_ascii=False) for name, text in variables.items()}
-    # the line end that follows is no text: blocks are trimmed
-    return "".join(f"{{% set {name} = {text} %}}\n" for name, text in texts.items()) + source
-
-
 # -- tools
 
 
 def function_of(stated: Any) -> Mapping[str, Any] | None:
-    """Return the function of a tool or a call, `{"function": {…}}` or itself; None where it has no name."""
+    """Return the function in a tool or a call, which is `{"function": {…}}` or the function; None if it has no name."""
     function = stated.get("function", stated) if isinstance(stated, Mapping) else None
-    is_named = isinstance(function, Mapping) and isinstance(function.get("name"), str) and function["name"]
-    return function if is_named else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return function if isinstance(name, str) and name else None
 
 
-def _with_objects(messages: Sequence[Message]) -> tuple[Sequence[Message], list[str]]:
-    """Return messages whose calls have objects for arguments that are JSON text, and that text as a JSON string."""
+def _parse_arguments(messages: Sequence[Message]) -> tuple[Sequence[Message], list[str]]:
+    """Return messages with arguments of tool calls parsed if they are the JSON text of an object, and escaped texts.
+
+    A template that writes one of the escaped texts has put the JSON text of arguments into a JSON string.
+    """
     if not any(message.get("tool_calls") for message in messages):
         return messages, []
-    others, escaped = copy.deepcopy([dict(message) for message in messages]), []
-    for function in (function_of(call) for message in others for call in message.get("tool_calls") or ()):
+    parsed, escaped_texts = copy.deepcopy([dict(message) for message in messages]), []
+    for function in (function_of(call) for message in parsed for call in message.get("tool_calls") or ()):
         try:
             text: str = function["arguments"]  # type: ignore[index]  # a call without a function is left as it is
             arguments = json.loads(text)
         except (KeyError, TypeError, ValueError, RecursionError):
             continue
         if isinstance(arguments, dict):
-            escaped += [json.dumps(text, ensure_ascii=ascii_only) for ascii_only in (True, False)]
+            escaped_texts += [json.dumps(text, ensure_ascii=ascii_only) for ascii_only in (True, False)]
             function["arguments"] = arguments  # type: ignore[index]
-    return others, escaped
+    return parsed, escaped_texts
 
 
 # -- the template of a tokenizer
@@ -248,18 +246,17 @@ def _with_objects(messages: Sequence[Message]) -> tuple[Sequence[Message], list[
 def find_template(
     tokenizer_path: str | Path, named: str | Path | None = None, *, eod_id: int | None = None
 ) -> ChatTemplate:
-    """Return the template of a tokenizer: a Jinja file or `olmo` where named, else the one beside the tokenizer.
+    """Return the template `named`, a Jinja file or `olmo`, else the one beside a tokenizer, with its special tokens.
 
-    That is `chat_template.jinja`, or `chat_template` in `tokenizer_config.json`, in the tokenizer's folder. Special
-    tokens are those of `tokenizer_config.json`; where it states no `eos_token`, and wherever `eod_id` is given, the end
-    of text is the tokenizer's own piece.
+    `tokenizer_config.json` states them. If it states no `eos_token`, or if `eod_id` is given, `eos_token` is the
+    tokenizer's piece that ends a text. Raises InputError if there is no template, or if it is not valid Jinja.
     """
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
 
     path = Path(tokenizer_path)
     if named is None:
-        source = own_template(_folder_of(path))
+        source = read_template(_folder_of(path))
         if source is None:
             raise InputError(
                 f"tokenizer {path} has no chat template ({CHAT_TEMPLATE_JINJA}, or one in {TOKENIZER_CONFIG}); name a"
@@ -275,13 +272,14 @@ def find_template(
     return ChatTemplate(source, _special_tokens(path, eod_id))
 
 
-def template_of(folder: Path, tokenizer: Path) -> str | None:
-    """Return the template in a folder, with those special tokens set that it names, and does not set itself."""
-    source = own_template(folder)
+def read_standalone_template(folder: Path, tokenizer: Path) -> str | None:
+    """Return the template in a folder with statements that set the special tokens which it uses; None without one."""
+    source = read_template(folder)
     if source is None:
         return None
-    tokens = _special_tokens(tokenizer).items()
-    return _with_set(source, {name: text for name, text in tokens if name in source and f"set {name} =" not in source})
+    tokens = _special_tokens(tokenizer)
+    unset = [name for name in tokens if name in source and f"set {name} =" not in source]
+    return ChatTemplate(source, {name: tokens[name] for name in unset}).standalone_source()
 
 
 def _folder_of(tokenizer: Path) -> Path:
@@ -289,8 +287,8 @@ def _folder_of(tokenizer: Path) -> Path:
 
 
 def _special_tokens(tokenizer_path: Path, eod_id: int | None = None) -> dict[str, str]:
-    """Return a tokenizer's special tokens by their names in templates, as `find_template` says."""
-    config = read_beside(_folder_of(tokenizer_path) / TOKENIZER_CONFIG)
+    """Return a tokenizer's special tokens by their names in templates, as `find_template` describes."""
+    config = read_json_config(_folder_of(tokenizer_path) / TOKENIZER_CONFIG)
     variables = {name: text for name in VARIABLES if (text := token_text(config.get(name))) is not None}
     if eod_id is not None or "eos_token" not in variables:
         tokenizer = load_tokenizer(tokenizer_path, eod_id=eod_id, needs_eod=False)
@@ -300,27 +298,30 @@ def _special_tokens(tokenizer_path: Path, eod_id: int | None = None) -> dict[str
 
 
 def attached_files(tokenizer: Path | None, chat_template: str | None, *, eod_id: int | None = None) -> dict[str, bytes]:
-    """Return the small files that go into a checkpoint, by their names there.
+    """Return the contents of the tokenizer's files in a checkpoint, by file name.
 
-    An end of text that is stated, by `eod_id` or beside the tokenizer, is stated there too.
+    If `eod_id` or a file beside the tokenizer states the end of text, a generation_config.json states it too.
     """
     files = {} if chat_template is None else {CHAT_TEMPLATE_JINJA: chat_template.encode()}
     if tokenizer is not None:
         files[f"tokenizer{tokenizer.suffix}"] = tokenizer.read_bytes()
-        read = load_tokenizer(tokenizer, eod_id=eod_id, needs_eod=False)
-        if read.eod_source is not None:
-            files[GENERATION_CONFIG] = f'{{"eos_token_id": {read.eod_id}}}\n'.encode()
+        loaded = load_tokenizer(tokenizer, eod_id=eod_id, needs_eod=False)
+        if loaded.eod_source is not None:
+            files[GENERATION_CONFIG] = f'{{"eos_token_id": {loaded.eod_id}}}\n'.encode()
     return files
 
 
-def own_template(folder: Path) -> str | None:
-    """Return the template in a tokenizer's folder, in Jinja, as `find_template` finds it; None where there is none."""
+def read_template(folder: Path) -> str | None:
+    """Return the template in a tokenizer's folder; None if there is none.
+
+    It is `chat_template.jinja`, else `chat_template` in `tokenizer_config.json`, or the one named default of several.
+    """
     if (folder / CHAT_TEMPLATE_JINJA).is_file():
         return _read(folder / CHAT_TEMPLATE_JINJA)
-    stated = read_beside(folder / TOKENIZER_CONFIG).get("chat_template")
-    if isinstance(stated, list):  # several by name
-        named = {entry.get("name"): entry.get("template") for entry in stated if isinstance(entry, dict)}
-        stated = named.get("default")
+    stated = read_json_config(folder / TOKENIZER_CONFIG).get("chat_template")
+    if isinstance(stated, list):
+        by_name = {entry.get("name"): entry.get("template") for entry in stated if isinstance(entry, dict)}
+        stated = by_name.get("default")
     return stated if isinstance(stated, str) else None
 
 
@@ -335,25 +336,29 @@ def _read(file: Path) -> str:
 
 
 def chat_pieces(tokenizer: Tokenizer, chat: RenderedChat) -> Iterator[tuple[str | int, bool]]:
-    """Yield the pieces of a conversation, cut where learned spans begin and end: texts or ids, and whether learned."""
+    """Yield the texts and special ids that a conversation consists of, each with whether it is learned.
+
+    Texts are cut where learned spans begin and end, and at the special pieces that `cut_at_special` finds.
+    """
     bounds = [0, *itertools.chain.from_iterable(chat.learned), len(chat.text)]
     for number, (begin, end) in enumerate(itertools.pairwise(bounds)):
-        yield from ((piece, number % 2 == 1) for piece in tokenizer.cut_at_special(chat.text[begin:end]))
+        is_learned = number % 2 == 1  # the text outside of spans and the spans take turns
+        yield from ((piece, is_learned) for piece in tokenizer.cut_at_special(chat.text[begin:end]))
 
 
 def encode_chat(tokenizer: Tokenizer, chat: RenderedChat) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ids of a rendered conversation, [t] int64, and which of them are learned, [t] bool."""
+    """Return the ids of a rendered conversation, [t] int64, and whether each is learned, [t] bool."""
     ids: list[int] = []
     learned: list[bool] = []
     for piece, is_learned in chat_pieces(tokenizer, chat):
-        new = [piece] if isinstance(piece, int) else tokenizer.encode(piece)
-        ids += new
-        learned += [is_learned] * len(new)
+        piece_ids = [piece] if isinstance(piece, int) else tokenizer.encode(piece)
+        ids += piece_ids
+        learned += [is_learned] * len(piece_ids)
     return np.array(ids, np.int64), np.array(learned, bool)
 
 
-def refuse_spaces_between(tokenizer: Tokenizer) -> None:
-    """Raise InputError for a tokenizer that puts a space before every text: a conversation cannot be cut then."""
+def refuse_space_before_texts(tokenizer: Tokenizer) -> None:
+    """Raise InputError if a tokenizer puts a space before every text: the parts of a conversation would get spaces."""
     if tokenizer.decode([*tokenizer.encode("a"), *tokenizer.encode("b")]) != "ab":
         raise InputError(
             f"tokenizer {tokenizer.path} puts a space before every text, so that conversations, which are encoded in"

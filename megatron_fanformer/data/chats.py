@@ -1,12 +1,12 @@
-"""Chats for fine-tuning: the files of conversations, and their packing into samples; torch is not imported.
+"""Chats for fine-tuning: read the files of conversations, and pack conversations into samples, without torch.
 
 `prepare --chat` writes conversations in two forms:
 
-    PREFIX.bin, PREFIX.idx, PREFIX.mask.bin         Megatron's pair, each conversation a document; a byte for each token
-    PREFIX/input_ids.npy, PREFIX/label_mask.npy     rows of a fixed length, padded, as OLMo's fine-tuning reads them
+    PREFIX.bin, PREFIX.idx, PREFIX.mask.bin         Megatron's pair, one document per conversation, and the mask
+    PREFIX/input_ids.npy, PREFIX/label_mask.npy     padded rows of a fixed length, the format of OLMo's fine-tuning
 
-A mask has 1 where a token is learned: where it is a label with a loss, whatever comes before it. Neither `.npy` file
-has NumPy's header.
+The mask has one byte per token: 1 if the token is learned, that is, if it has a loss as a label. The `.npy` files have
+no NumPy header.
 """
 
 import functools
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_fanformer.data.blends import PART_NAMES, TRAIN, Blend, Source, Word, as_weight, blend_words, split_bounds
+from megatron_fanformer.data.blends import PART_NAMES, TRAIN, Blend, Source, Word, as_weight, list_words, split_bounds
 from megatron_fanformer.data.manifest import manifest_path, read_manifest
 from megatron_fanformer.data.token_files import BIN_SUFFIX, bin_path, idx_path, read_index, refuse_stated_ids
 from megatron_fanformer.errors import CorruptError, InputError, redacted
@@ -26,8 +26,8 @@ from megatron_fanformer.stores import is_url
 
 MASK_SUFFIX = ".mask.bin"
 IDS_NPY, MASK_NPY = "/input_ids.npy", "/label_mask.npy"
-NPY_DTYPE, NPY_ROW_TOKENS = "uint16", 2048  # of files without a manifest: those of OLMo's script
-READ_BYTES = 1 << 24  # of a mask, at a time
+NPY_DTYPE, NPY_ROW_TOKENS = "uint16", 2048  # of row folders without a manifest, which OLMo's script writes
+READ_BYTES = 1 << 24  # of a mask, read at a time
 
 
 # -- files
@@ -35,27 +35,27 @@ READ_BYTES = 1 << 24  # of a mask, at a time
 
 @dataclass(frozen=True, eq=False)
 class ChatFiles:
-    """The conversations of one prefix, or of one folder of rows."""
+    """The conversations of one prefix, or of one row folder."""
 
     prefix: str
     ids_path: Path
     dtype: np.dtype[Any]
     mask_path: Path
     starts: np.ndarray
-    """[n] int64: where each conversation begins in both files, in tokens."""
+    """[n] int64: the number of each conversation's first token in both files."""
     lengths: np.ndarray
-    """[n] int64: tokens of each, without padding."""
+    """[n] int64: the tokens of each conversation, without padding."""
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return a conversation's ids, [t] int64, and which of them are learned, [t] bool.
+        """Return a conversation's ids, [t] int64, and whether each token is learned, [t] bool.
 
         Raises CorruptError if the mask holds anything but 0 and 1, or if no token is learned.
         """
         start, count = int(self.starts[number]), int(self.lengths[number])
-        ids, mask = (array[start : start + count] for array in self._mapped)
+        ids, mask = (array[start : start + count] for array in self._arrays)
         largest = mask.max(initial=0)
         if largest != 1:
             problem = "has no learned token" if largest == 0 else f"holds {largest}, not 0 or 1,"
@@ -63,28 +63,28 @@ class ChatFiles:
         return ids.astype(np.int64), mask.astype(bool)
 
     @functools.cached_property
-    def _mapped(self) -> tuple[np.ndarray, np.ndarray]:
+    def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
         return np.memmap(self.ids_path, self.dtype, mode="r"), np.memmap(self.mask_path, np.uint8, mode="r")
 
     def refuse_stated_ids(self, vocab_size: int) -> None:
-        """Raise InputError if the manifest states an id outside [0, vocab_size)."""
+        """Raise InputError if the manifest states an id that is not below `vocab_size`."""
         suffix = IDS_NPY if str(self.ids_path).endswith(IDS_NPY) else BIN_SUFFIX
         refuse_stated_ids(self.prefix, suffix, self.ids_path.stat().st_size, vocab_size)
 
 
 def is_row_folder(path: str | Path) -> bool:
-    """Return whether a path is a folder in the form of OLMo's script."""
+    """Return whether a path is a folder with the rows of conversations and their mask."""
     return all(Path(f"{path}{name}").is_file() for name in (IDS_NPY, MASK_NPY))
 
 
 def open_chats(prefix: str) -> ChatFiles:
-    """Open a prefix of `prepare --chat`, or a folder in the form of OLMo's script. Raises InputError, CorruptError."""
+    """Open the conversations of a prefix or of a row folder. Raises InputError without chats, or CorruptError."""
     if is_row_folder(prefix):
         return _open_rows(prefix.rstrip("/"))
     mask = Path(prefix + MASK_SUFFIX)
     if not mask.is_file():
-        what = "these are token files of documents" if bin_path(prefix).is_file() else "there are no chats"
-        raise InputError(f"{mask} does not exist, {what}; name what prepare --chat has written")
+        finding = "these are token files of documents" if bin_path(prefix).is_file() else "there are no chats"
+        raise InputError(f"{mask} does not exist, {finding}; name what prepare --chat has written")
     index = read_index(prefix)
     lengths = index.lengths.astype(np.int64)
     if index.documents != index.sequences:
@@ -100,51 +100,50 @@ def open_chats(prefix: str) -> ChatFiles:
 
 
 def _open_rows(prefix: str) -> ChatFiles:
-    """Open rows, each a conversation that ends with its last learned token: nothing later affects a loss."""
+    """Open a row folder. A conversation ends with its last learned token, since no later token affects a loss."""
     ids, mask = Path(prefix + IDS_NPY), Path(prefix + MASK_NPY)
     manifest = read_manifest(prefix)
-    dtype, row = np.dtype(NPY_DTYPE), NPY_ROW_TOKENS
+    dtype, row_tokens = np.dtype(NPY_DTYPE), NPY_ROW_TOKENS
     if manifest is not None and manifest.settings.chat is not None and manifest.settings.chat.max_tokens is not None:
-        dtype, row = np.dtype(manifest.settings.dtype), manifest.settings.chat.max_tokens
+        dtype, row_tokens = np.dtype(manifest.settings.dtype), manifest.settings.chat.max_tokens
     tokens = mask.stat().st_size
-    if not tokens or tokens % row or ids.stat().st_size != tokens * dtype.itemsize:
+    if not tokens or tokens % row_tokens or ids.stat().st_size != tokens * dtype.itemsize:
         stated = "" if manifest is None else f", which {manifest_path(prefix)} states"
         raise CorruptError(
-            f"{ids} and {mask} hold {ids.stat().st_size} and {tokens} bytes, not rows of {row} {dtype} ids and as many"
-            f" bytes of mask{stated}; copy them again"
+            f"{ids} and {mask} hold {ids.stat().st_size} and {tokens} bytes, not rows of {row_tokens} {dtype} ids and "
+            f"as many bytes of mask{stated}; copy them again"
         )
-    learned = np.memmap(mask, bool, mode="r").reshape(-1, row)
+    learned = np.memmap(mask, bool, mode="r").reshape(-1, row_tokens)
+    blocks = np.array_split(learned, -(-tokens // READ_BYTES))
     lengths = np.concatenate(
-        [
-            np.where(block.any(axis=1), row - block[:, ::-1].argmax(axis=1), 0)
-            for block in np.array_split(learned, -(-tokens // READ_BYTES))
-        ]
+        [np.where(block.any(axis=1), row_tokens - block[:, ::-1].argmax(axis=1), 0) for block in blocks]
     ).astype(np.int64)
     if not lengths.all():
         raise CorruptError(
             f"row {int(np.argmin(lengths))} (from 0) of {mask} has no learned token; leave it out of both files"
         )
-    return ChatFiles(prefix, ids, dtype, mask, np.arange(len(lengths), dtype=np.int64) * row, lengths)
+    return ChatFiles(prefix, ids, dtype, mask, np.arange(len(lengths), dtype=np.int64) * row_tokens, lengths)
 
 
 # -- sets of chats
 
 
 def parse_chats(items: Sequence[Word]) -> Blend:
-    """Read a list of chats' prefixes, one list entry per word; a prefix that is named twice counts twice."""
-    words = blend_words(items)
+    """Read a list of prefixes and row folders of chats; one that is named twice counts twice. Raises InputError."""
+    words = list_words(items)
     if not words:
         raise InputError("the list is empty; name at least one prefix that prepare --chat has written")
-    if (weight := next((word for word in words if as_weight(word) is not None), None)) is not None:
-        raise InputError(
-            f"{weight!r} is a weight, and chats have none: an epoch takes every conversation once; name a prefix twice "
-            "to have its conversations twice"
-        )
+    for word in words:
+        if as_weight(word) is not None:
+            raise InputError(
+                f"{word!r} is a weight, and chats have none: an epoch takes every conversation once; name a prefix "
+                "twice to have its conversations twice"
+            )
     return Blend([Source((word.rstrip("/"),)) for word in words], None)
 
 
 def chat_problems(name: str, items: Sequence[Word]) -> list[str]:
-    """List the problems of a list of chats; `name` is the setting that holds it. None of them is opened."""
+    """List the problems of a list of chats, which the setting `name` holds, without opening the chats."""
     try:
         blend = parse_chats(items)
     except InputError as error:
@@ -160,12 +159,10 @@ def chat_problems(name: str, items: Sequence[Word]) -> list[str]:
 
 
 class Conversations:
-    """Conversations of a set of chats, numbered source after source; with a split, those of one part of each source.
-
-    Raises InputError for a part without conversations, and the errors of `open_chats`.
-    """
+    """The conversations of a set of chats, numbered source by source; with a split, one part of each source."""
 
     def __init__(self, blend: Blend, *, split: str | None = None, part: int = TRAIN) -> None:
+        """Open the chats. Raises InputError without a conversation, and the errors of `open_chats`."""
         bounds = (0.0, 1.0) if split is None else split_bounds(split)[part]
         assert bounds is not None, "a split without the part is refused before"
         prefixes = [source.paths[0] for source in blend.sources]
@@ -176,22 +173,23 @@ class Conversations:
         self._ends = np.cumsum([end - begin for begin, end in ranges])
         lengths = [chats.lengths[begin:end] for chats, (begin, end) in zip(self._sources, ranges, strict=True)]
         self.lengths: np.ndarray = np.concatenate(lengths)
-        """[n] int64, tokens of each."""
+        """[n] int64: the tokens of each conversation."""
         if not self.lengths.any():
-            of_part = "" if split is None else f" left for {PART_NAMES[part]} by data.split {split}"
-            raise InputError(f"{', '.join(prefixes)}: no conversation is{of_part or ' in them'}; name more chats")
+            where = "in them" if split is None else f"left for {PART_NAMES[part]} by data.split {split}"
+            raise InputError(f"{', '.join(prefixes)}: no conversation is {where}; name more chats")
 
     def refuse_unlearned(self, name: str, seq_length: int) -> None:
-        """Raise InputError if no token within `seq_length` of a conversation's first is a learned label."""
-        places = map(self.place, np.flatnonzero(self.lengths).tolist())
-        if not any(chats[number][1][1:seq_length].any() for chats, number in places):
+        """Raise InputError if no conversation of validation set `name` has a learned label in its first sample."""
+        places = map(self.locate, np.flatnonzero(self.lengths).tolist())
+        masks = (chats[number][1] for chats, number in places)
+        if not any(mask[1:seq_length].any() for mask in masks):  # the first token is no label
             raise InputError(
                 f"validation set {name} has no learned token within the first {seq_length} of any conversation; name "
                 "other chats, or raise model.seq_length"
             )
 
-    def place(self, number: int) -> tuple[ChatFiles, int]:
-        """Return the files of a conversation, and its number there."""
+    def locate(self, number: int) -> tuple[ChatFiles, int]:
+        """Return the files that hold a conversation of this set, and the conversation's number in these files."""
         source = int(np.searchsorted(self._ends, number, side="right"))
         before = int(self._ends[source - 1]) if source else 0
         return self._sources[source], self._begins[source] + int(number) - before
@@ -201,15 +199,16 @@ class Conversations:
 
 
 def first_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Return [n] int64: the bin of each item, which is the first one that has room for it.
+    """Put each item into the first bin that has room for it; return the number of each item's bin, [n] int64.
 
-    A tree over the room that is left finds that bin in a logarithm of their number; its root knows the largest room.
-    `lengths` are [n] integers from 1 to `capacity`, in the order in which they are placed.
+    `lengths` are [n] integers from 1 to `capacity`, in the order of placement. A binary tree finds a bin in a number of
+    steps that grows with the logarithm of the number of bins.
     """
-    # No two bins are at most half full: what the later one holds would have gone into the earlier.
+    # At most one bin is less than half full: its items would have fitted into an earlier such bin.
     most_bins = min(len(lengths), 2 * int(lengths.sum()) // capacity + 1)
     leaves = 1 << max(0, most_bins - 1).bit_length()
-    room = array("q", [capacity]) * (2 * leaves)  # of each bin, from `leaves` on; of node n the larger of 2n and 2n + 1
+    # A tree: node n has children 2n and 2n + 1, and the larger room of both; node `leaves + b` has the room of bin b.
+    room = array("q", [capacity]) * (2 * leaves)
     bins = np.empty(len(lengths), np.int64)
     for item, length in enumerate(map(int, lengths)):
         node = 1
@@ -230,25 +229,24 @@ def first_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Packing:
-    """The conversations of each sample of an epoch."""
+    """The conversations in each sample of an epoch."""
 
     members: np.ndarray
-    """[conversations] int64: their numbers, sample after sample."""
+    """[conversations] int64: the numbers of the conversations, from the first sample to the last."""
     starts: np.ndarray
-    """[samples + 1] int64: where each sample's conversations begin in `members`, and at the end the length of
-    `members`."""
+    """[samples + 1] int64: the position in `members` at which each sample begins, and the length of `members`."""
     capacity: int
     """Tokens of a sample."""
     tokens: int
-    """Tokens of all conversations, without what is cut off."""
+    """Tokens of all conversations, after cutting."""
     cut: int
-    """Conversations that are longer than a sample, and end with it."""
+    """The number of conversations that are longer than a sample, and are cut at its end."""
 
     def __len__(self) -> int:
         return len(self.starts) - 1
 
-    def of(self, sample: int) -> np.ndarray:
-        """Return the numbers of a sample's conversations, in the order in which they stand in it."""
+    def conversations(self, sample: int) -> np.ndarray:
+        """Return the numbers of a sample's conversations, in their order within the sample."""
         return self.members[self.starts[sample] : self.starts[sample + 1]]
 
     def describe(self) -> str:
@@ -261,9 +259,9 @@ class Packing:
 
 
 def pack(lengths: np.ndarray, capacity: int, *, seed: int) -> Packing:
-    """Pack conversations of [n] tokens into samples of `capacity`, first fit in an order drawn from the seed.
+    """Pack conversations of `lengths` tokens, [n], into samples of `capacity` tokens: first fit, in a random order.
 
-    A longer one than a sample fills it, and empty ones are left out.
+    Conversations longer than a sample are cut to fill one, and empty ones are left out.
     """
     order = np.random.Generator(np.random.PCG64(seed)).permutation(np.flatnonzero(lengths))
     fitted = np.minimum(lengths[order], capacity)

@@ -1,7 +1,7 @@
-"""Check of a run's token files, once by one process before it starts.
+"""Check a run's token files before the run starts, in one process and without torch.
 
-A run of many ranks would otherwise read every index on every rank: gigabytes each for a billion documents. The facts
-are small, and are sent to all of them; beyond these they only map the files. torch is not imported.
+An index of a billion documents takes gigabytes. One process reads every index and sends the other ranks what it found,
+which is small; the other ranks only map the files.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from megatron_fanformer.data.chat_template import ChatTemplate
 from megatron_fanformer.data.chats import Conversations, open_chats, parse_chats
 from megatron_fanformer.data.config import SPLIT_VALIDATION, DataConfig
 from megatron_fanformer.data.manifest import MANIFEST_SUFFIX, read_manifest
-from megatron_fanformer.data.remote_files import RemoteFile, forget, look_up, optional_contents, refuse_changed
+from megatron_fanformer.data.remote_files import RemoteFile, forget_files, look_up, read_small_files, refuse_changed
 from megatron_fanformer.data.token_files import NpyFile, TokenIndex, open_npy_files, read_index, refuse_largest_id
 from megatron_fanformer.data.tokenizer import NO_ID, load_tokenizer
 from megatron_fanformer.errors import CorruptError, InputError, redacted
@@ -26,42 +26,42 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CheckedData:
-    """The token files of a run, as they were when they were read."""
+    """The token files of a run, as they were at the check."""
 
     cache: Path
     """The folder for sample indices."""
     train: Blend
     valid: dict[str, Blend]
     mixes: dict[str, Blend]
-    """The later mixes of training by their names, as `data.stages` has them."""
+    """The later mixes of training, by their names in `data.stages`."""
     pairs: dict[str, TokenIndex] = field(default_factory=dict)
     """The index of each .bin and .idx pair, by prefix."""
     npy_files: dict[str, NpyFile] = field(default_factory=dict)
-    """Each .npy file by its path."""
+    """Each .npy file, by path."""
     chat_template: str | None = None
-    """The template that rendered the conversations, in Jinja, with its special tokens, if their manifests state it."""
+    """The Jinja template that rendered the conversations, with its special tokens, if a manifest states it."""
     eod_id: int | None = None
     """The id that ends a document, if the run needs to find document ends."""
     stats: dict[str, tuple[int, int] | None] = field(default_factory=dict)
-    """Size and time of change of each file on this machine."""
+    """Size and modification time of each file on this machine; None: the file is missing."""
 
     def sources(self) -> list[Source]:
-        """Return every source once, those of training first."""
+        """Return every source once: first those of training, then those of validation."""
         blends = (self.train, *self.mixes.values(), *self.valid.values())
         return list(dict.fromkeys(source for blend in blends for source in blend.sources))
 
     def prefixes(self) -> list[str]:
-        """Return the prefix of every pair, .npy file and file of chats."""
+        """Return the prefix of every pair, every .npy file and every set of chats."""
         return [prefix for source in self.sources() for prefix in source.prefixes]
 
     @property
     def remote_files(self) -> list[RemoteFile]:
-        """Return the files on other stores that samples are read from."""
+        """Return the .bin and .npy files that are on other stores."""
         remotes = [*(pair.remote for pair in self.pairs.values()), *(file.remote for file in self.npy_files.values())]
         return [remote for remote in remotes if remote is not None]
 
     def refuse_changed_files(self) -> None:
-        """Raise CorruptError for a file that has changed since it was checked."""
+        """Raise CorruptError if a file has changed since it was checked."""
         for path, stat in self.stats.items():
             if _stat_of(path) != stat:
                 raise CorruptError(f"{path} has changed since the run began; put it back and resume")
@@ -72,26 +72,27 @@ class CheckedData:
         return self.pairs[source.paths[0]]
 
     def files(self, source: Source) -> list[NpyFile]:
-        """Return the files of a source of .npy files, in their order."""
+        """Return the files of a source that consists of .npy files, in their order."""
         return [self.npy_files[path] for path in source.paths]
 
 
 def check_files(config: DataConfig, vocab_size: int | None = None) -> CheckedData:
-    """Check every token file of a run: each index is read once, from end to end.
+    """Check every token file of a run; read each index once, from end to end.
 
-    The largest ids that manifests state are compared with `vocab_size`, if it is given.
+    Args:
+        vocab_size: the bound of the largest ids that manifests state; None: they are not checked.
 
     Raises:
-        InputError: a blend that cannot be read, missing files, a .npy file with NumPy's own header, or an id outside
-            [0, vocab_size); an id that ends documents is needed and not known.
-        CorruptError: token files that disagree with their index or their manifest.
+        InputError: a blend cannot be read, a file is missing, a .npy file has NumPy's own header, a manifest states an
+            id that is not below `vocab_size`, or the id that ends documents is needed and unknown.
+        CorruptError: a token file disagrees with its index or its manifest.
     """
-    forget()
+    forget_files()
     train = config.blend(config.train_data)
     valid = {name: config.blend(items) for name, items in config.valid_data.items()}
     mixes = {name: config.blend(items) for name, items in config.stages.items()}
     data = CheckedData(config.index_cache(), train, valid, mixes)
-    optional_contents(prefix + MANIFEST_SUFFIX for prefix in data.prefixes() if is_url(prefix))  # at once
+    read_small_files(prefix + MANIFEST_SUFFIX for prefix in data.prefixes() if is_url(prefix))  # in parallel
     if config.is_chats:
         data = dataclasses.replace(data, chat_template=_chat_template(train))
         for source in data.sources():
@@ -110,9 +111,9 @@ def check_files(config: DataConfig, vocab_size: int | None = None) -> CheckedDat
 
 
 def _check_token_files(data: CheckedData, config: DataConfig, vocab_size: int | None) -> None:
-    """Open the pairs and the .npy files of `data`, and add them to it."""
+    """Open the pairs and .npy files of the sources of `data`, and put them into its fields."""
     parts = [] if config.split is None else split_bounds(config.split)
-    bounds = {number: part for number, part in enumerate(parts) if part is not None}
+    bounds = {part: fractions for part, fractions in enumerate(parts) if fractions is not None}
     for source in data.sources():
         data.stats.update({str(path): _stat_of(path) for path in source.files})
         if source.is_npy:
@@ -127,26 +128,28 @@ def _check_token_files(data: CheckedData, config: DataConfig, vocab_size: int | 
 
 
 def _end_of_text_id(config: DataConfig, data: CheckedData) -> int:
-    """Return the id that ends the documents of all token files of a run: by their manifests, else by the tokenizer."""
-    ends: dict[int, str] = {}
+    """Return the id that ends documents, by each file's manifest, else by `data.tokenizer`. Raises InputError."""
+    files_by_end: dict[int, str] = {}
     for prefix in data.prefixes():
-        if manifest := read_manifest(prefix):
-            ends.setdefault(manifest.tokenizer.eod_id, redacted(prefix) + MANIFEST_SUFFIX)
+        manifest = read_manifest(prefix)
+        if manifest is not None:
+            files_by_end.setdefault(manifest.tokenizer.eod_id, redacted(prefix) + MANIFEST_SUFFIX)
         elif config.tokenizer and (end := load_tokenizer(config.tokenizer, needs_eod=False).eod_id) != NO_ID:
-            ends.setdefault(end, config.tokenizer)
+            files_by_end.setdefault(end, config.tokenizer)
         else:
             raise InputError(
                 f"{prefix} has no manifest that says which id ends a document, as data.reset_attention_mask and "
                 "data.eod_mask_loss need; set data.tokenizer to the one that made it, if that has an end of text"
             )
-        if len(ends) > 1:
-            named = " and ".join(f"{eod_id} ({source})" for eod_id, source in ends.items())
+        if len(files_by_end) > 1:
+            named = " and ".join(f"{eod_id} ({file})" for eod_id, file in files_by_end.items())
             raise InputError(f"documents end with ids {named}, which must be one; prepare them with one tokenizer")
-    (eod_id,) = ends
+    (eod_id,) = files_by_end
     return eod_id
 
 
 def _stat_of(path: str | Path) -> tuple[int, int] | None:
+    """Return the size and the modification time of a file, in bytes and nanoseconds; None if it is missing."""
     try:
         stat = os.stat(path)
     except OSError:
@@ -158,21 +161,21 @@ def _stat_of(path: str | Path) -> tuple[int, int] | None:
 
 
 def _chat_template(train: Blend) -> str | None:
-    """Return the template of the first chats to train on whose manifest states it, with its special tokens."""
+    """Return the template, with its special tokens, that the first manifest of training chats states; None if none."""
     for source in train.sources:
         manifest = read_manifest(source.paths[0])
         if manifest is not None and (settings := manifest.settings.chat) is not None:
-            return ChatTemplate(settings.template, settings.template_variables).with_variables()
+            return ChatTemplate(settings.template, settings.template_variables).standalone_source()
     return None
 
 
 def training_conversations(config: DataConfig) -> Conversations:
-    """Open the training set of chats; raises as `Conversations`."""
+    """Open the training set of chats. Raises the errors of `Conversations`."""
     return Conversations(parse_chats(config.train_data), split=config.split)
 
 
 def validation_conversations(config: DataConfig) -> dict[str, Conversations]:
-    """Return the validation sets of chats by name; raises as `Conversations`."""
+    """Open the validation sets of chats, by name. Raises the errors of `Conversations`."""
     if config.split is not None:
         blend = parse_chats(config.train_data)
         return {SPLIT_VALIDATION: Conversations(blend, split=config.split, part=VALIDATION)}

@@ -1,4 +1,4 @@
-"""The section `data` of a run's configuration: where the samples come from."""
+"""The section `data` of a run's configuration."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from megatron_fanformer.data.token_files import NpyType
 from megatron_fanformer.errors import InputError, collect_problems
 
 SPLIT_VALIDATION = "validation"  # the name of the validation set that a split cuts off
-TRAINING, TOKENIZER = "train", "tokenizer"  # in `allow_change`, beside the names of validation sets
+TRAINING, TOKENIZER = "train", "tokenizer"  # names in `allow_change`, beside those of validation sets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +50,13 @@ class DataConfig:
     (docs/data.md#the-same-data-on-resuming)."""
 
     def problems(self) -> list[str]:
-        """Return everything that is wrong with it, one line each; no token file is opened."""
-        of_items = chat_problems if self.is_chats else blend_problems
-        problems = of_items("data.train_data", self.train_data)
+        """Return the problems of this section, one line each, without opening a token file."""
+        list_problems = chat_problems if self.is_chats else blend_problems
+        problems = list_problems("data.train_data", self.train_data)
         for name, items in self.valid_data.items():
-            problems += of_items(f"data.valid_data.{name}", items)
+            problems += list_problems(f"data.valid_data.{name}", items)
         if self.stages:
-            problems += self._mix_problems(problems)
+            problems += self._stage_problems(has_readable_blends=not problems)
         if self.is_chats and not self.reset_attention_mask:
             problems.append("data.reset_attention_mask: false, but packed conversations are kept apart; leave it out")
         if self.is_chats and self.eod_mask_loss:
@@ -71,7 +71,7 @@ class DataConfig:
                 )
             problems += split_problems(self.split)
         if not problems:
-            collect_problems(problems, self.index_cache)
+            collect_problems(problems, self.index_cache)  # if it raises
         if self.tokenizer is not None and not Path(self.tokenizer).exists():
             problems.append(f"data.tokenizer: {self.tokenizer} does not exist; name a .model or tokenizer.json")
         if self.num_workers is not None and self.num_workers < 0:
@@ -84,13 +84,16 @@ class DataConfig:
         ]
         return problems
 
-    def _mix_problems(self, others: list[str]) -> list[str]:
+    def _stage_problems(self, *, has_readable_blends: bool) -> list[str]:
+        """List the problems of `stages`; files in two sources are found if the blends can be read."""
         if self.is_chats:
             return ["data.stages: chats have none: an epoch takes every conversation once; leave it out"]
         if self.split is not None:
             return ["data.stages: cannot be combined with data.split; name validation files as data.valid_data"]
         problems = mix_problems(self.stages)
-        return problems or ([] if others else overlap_problems([self.train_data, *self.stages.values()]))
+        if not problems and has_readable_blends:
+            problems = overlap_problems([self.train_data, *self.stages.values()])
+        return problems
 
     @property
     def is_chats(self) -> bool:
@@ -99,25 +102,25 @@ class DataConfig:
 
     @property
     def validation_sets(self) -> list[str]:
-        """Return the names of the validation sets, that of a split among them."""
+        """Return the names of the validation sets, including the one that a split cuts off."""
         return list(self.valid_data) if self.split is None else [SPLIT_VALIDATION]
 
     @property
     def marks_documents(self) -> bool:
-        """Return whether a setting needs the ends of documents to be found. Those of chats are known."""
+        """Return whether a setting needs the ends of documents to be found; in chats they are known."""
         return not self.is_chats and (self.reset_attention_mask or self.eod_mask_loss)
 
     def sources(self) -> Iterator[Source]:
-        """Yield every source named, training first. Raises InputError for a blend that cannot be read."""
+        """Yield every source, first those of training. Raises InputError if a blend cannot be read."""
         for items in (self.train_data, *self.stages.values(), *self.valid_data.values()):
             yield from self.blend(items).sources
 
     def blend(self, items: Sequence[Word]) -> Blend:
-        """Return a list of sources, as the format reads it. Raises InputError if it cannot be read."""
+        """Parse a list of sources as a list of chats or of token files. Raises InputError if it cannot be read."""
         return parse_chats(items) if self.is_chats else parse_blend(items)
 
     def index_cache(self) -> Path:
-        """Return the folder for sample indices. Raises InputError as `sources`."""
+        """Return the folder for sample indices. Raises InputError if it is unknown, or if a blend cannot be read."""
         if self.cache_path:
             return Path(self.cache_path)
         first = next(self.sources())

@@ -1,8 +1,8 @@
-"""The datasets of training and validation samples of a run, and the folder of their sample indices.
+"""Build the datasets of a run's training and validation samples, and manage the folder of their sample indices.
 
-A blend is built by megatron-core's builder if all its sources are .bin and .idx pairs. .npy files alone are a dataset
-of their own, without any index on disk. In a blend of both, megatron-core's BlendedDataset draws from them as from its
-own datasets. megatron-core is imported where it is used: it takes seconds.
+megatron-core's builder builds blends of .bin and .idx pairs. A source of .npy files is a dataset without an index on
+disk. For blends of both, megatron-core's BlendedDataset draws from the datasets of the sources. megatron-core is
+imported only in functions, since the import takes seconds.
 """
 
 import functools
@@ -25,15 +25,16 @@ from megatron_fanformer.data.batches import RemoteSamples
 from megatron_fanformer.data.blends import PART_NAMES, TRAIN, VALIDATION, Blend, Source
 from megatron_fanformer.data.check import CheckedData, check_files, training_conversations, validation_conversations
 from megatron_fanformer.data.config import SPLIT_VALIDATION, DataConfig
-from megatron_fanformer.data.mixes import Mix, MixDataset, MixOrder, PairEpochs, draw_counts, ordered, with_ends
+from megatron_fanformer.data.mixes import Mix, MixDataset, MixOrder, PairEpochs, draw_counts, mix_ends, order_mixes
 from megatron_fanformer.data.sample_counts import SampleCounts, Sizes
+from megatron_fanformer.data.sample_order import SampleWrapper
 from megatron_fanformer.data.samples import ChatDataset, DocumentSamples, NpyDataset
 from megatron_fanformer.data.token_files import PairReader
 from megatron_fanformer.durable_files import take_lock, write_atomically
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.runtime.agreement import is_main, on_main
 
-COMPLETE = "complete.json"  # in a folder of indices
+COMPLETE = "complete.json"  # marks a complete folder of indices
 
 logger = logging.getLogger(__name__)
 
@@ -58,15 +59,15 @@ def build_datasets(
     global_batch_size: int = 1,
     data: CheckedData | None = None,
 ) -> Datasets:
-    """Build the datasets; a collective call where torch.distributed is initialised.
+    """Build the datasets; a collective call if torch.distributed is initialized.
 
-    A set is repeated, reshuffled each time, until it has its number of samples. With more than one epoch of .bin and
-    .idx pairs, megatron-core's shuffle depends on that number: a resumed run must keep its `train_samples`. The order
-    of samples from .npy files does not depend on it.
+    A set repeats its sources, reshuffled each time, until it has the requested number of samples. If a pair repeats,
+    megatron-core's shuffle depends on this number, so a resumed run must keep its `train_samples`. The order of samples
+    of .npy files does not depend on it.
 
     Args:
-        valid_samples: the number of samples of each validation set; None: one epoch of it.
-        global_batch_size: counts the steps of `config.stages`.
+        valid_samples: the number of samples of each validation set; None: one epoch of the set.
+        global_batch_size: translates the steps of `config.stages` into samples.
         data: the token files; None: rank 0 checks them.
     """
     if config.is_chats:
@@ -80,22 +81,22 @@ def build_datasets(
         data = on_main(functools.partial(check_files, config))
     sets = _DatasetBuilder(data=data, seq_length=seq_length, seed=seed, vocab_size=vocab_size, eod_id=eod_id)
     if config.split is not None:
-        parts = sets.of_split(data.train, {TRAIN: train_samples, VALIDATION: valid_samples}, config.split)
+        parts = sets.build_split(data.train, {TRAIN: train_samples, VALIDATION: valid_samples}, config.split)
         train, valid = parts[TRAIN], {SPLIT_VALIDATION: parts[VALIDATION]}
     else:
-        valid = {name: sets.of_blend(blend, VALIDATION, valid_samples) for name, blend in data.valid.items()}
+        valid = {name: sets.build_blend(blend, VALIDATION, valid_samples) for name, blend in data.valid.items()}
         if data.mixes:
             counts = {"global_batch_size": global_batch_size, "seq_length": seq_length}
-            train = sets.of_mixes(ordered(data.train, data.mixes, **counts), train_samples)
+            train = sets.build_mixes(order_mixes(data.train, data.mixes, **counts), train_samples)
         else:
-            train = sets.of_blend(data.train, TRAIN, train_samples)
-    return Datasets(_wrapped(train, config, data), {name: _wrapped(valid[name], config, data) for name in valid})
+            train = sets.build_blend(data.train, TRAIN, train_samples)
+    return Datasets(_wrap(train, config, data), {name: _wrap(valid[name], config, data) for name in valid})
 
 
-def _wrapped(dataset: Any, config: DataConfig, data: CheckedData) -> Any:
-    """Return a dataset that marks documents where the configuration says so, and waits for stores side by side."""
+def _wrap(dataset: Any, config: DataConfig, data: CheckedData) -> Any:
+    """Wrap a dataset to mark documents, if the configuration requests it, and to read other stores in parallel."""
     if config.marks_documents:
-        assert data.eod_id is not None, "the check of this configuration finds it"
+        assert data.eod_id is not None, "check_files sets it for such a configuration"
         dataset = DocumentSamples(
             dataset,
             eod_id=data.eod_id,
@@ -106,27 +107,19 @@ def _wrapped(dataset: Any, config: DataConfig, data: CheckedData) -> Any:
 
 
 @dataclass(frozen=True)
-class OneOfBlend:
-    """A source of a mixed blend, in the form that BlendedDataset expects of all its datasets."""
+class BlendSource(SampleWrapper):
+    """A source of a mixed blend, with the attributes that megatron-core's BlendedDataset reads."""
 
-    samples: Any
     index_split: Any
 
     @property
     def unique_identifiers(self) -> dict[str, Any]:
-        """Return the kind of the source: the blend's index depends on its weights and its length alone."""
+        """Return the kind of the source; the blend's index depends on nothing else of a source."""
         return {"class": type(self.samples).__name__}
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        item: dict[str, Any] = self.samples[index]
-        return item
 
 
 class _DatasetBuilder:
-    """Builds datasets in one cache, with one sequence length and seed."""
+    """Builds datasets with one cache of indices, one sequence length and one seed."""
 
     def __init__(self, *, data: CheckedData, seq_length: int, seed: int, vocab_size: int, eod_id: int) -> None:
         self._data = data
@@ -136,104 +129,104 @@ class _DatasetBuilder:
         self._vocab_size = vocab_size
         self._eod_id = eod_id
 
-    def of_blend(self, blend: Blend, part: int, size: int | None) -> Any:
-        """Return the dataset of all documents of a blend, of at least `size` samples (None: one epoch), as a part."""
+    def build_blend(self, blend: Blend, part: int, size: int | None) -> Any:
+        """Return the dataset of all documents of a blend, with at least `size` samples; None: one epoch."""
         if not any(source.is_npy for source in blend.sources):
-            return self._of_pairs(blend, {part: size}, None)[part]
+            return self._build_pairs(blend, {part: size}, None)[part]
         if len(blend.sources) == 1:
-            return self._of_npy(blend.sources[0], size)
-        weights, total, shares = self._counts.of_mixed(blend, size)
+            return self._build_npy(blend.sources[0], size)
+        weights, total, shares = self._counts.mixed_sizes(blend, size)
         samples = [
-            self.of_blend(Blend([source], None), part, share)
+            self.build_blend(Blend([source], None), part, share)
             for source, share in zip(blend.sources, shares, strict=True)
         ]
-        return self._blended(samples, blend, part, weights, {"weights": weights, "size": total, "part": part})
+        return self._build_blended(samples, blend, part, weights, {"weights": weights, "size": total, "part": part})
 
-    def of_split(self, blend: Blend, sizes: Sizes, split: str) -> dict[int, Any]:
-        """Return the datasets of the parts of a split, of `sizes` samples each (None: one epoch)."""
+    def build_split(self, blend: Blend, sizes: Sizes, split: str) -> dict[int, Any]:
+        """Return the datasets of the parts of a split, with `sizes` samples each (None: one epoch)."""
         parts: dict[int, Any] = {}
-        for together in self._counts.built_together(blend, sizes):
-            built = self._of_pairs(blend, together, split)
-            parts |= {part: built[part] for part in together}
+        for group in self._counts.group_parts(blend, sizes):
+            datasets = self._build_pairs(blend, group, split)
+            parts |= {part: datasets[part] for part in group}
         return parts
 
-    def of_mixes(self, mixes: Sequence[Mix], samples: int) -> MixDataset:
-        """Return the training samples of a run of several mixes."""
+    def build_mixes(self, mixes: Sequence[Mix], samples: int) -> MixDataset:
+        """Return the dataset of `samples` training samples of a run of several mixes."""
         sources = list(dict.fromkeys(source for mix in mixes for source in mix.blend.sources))
         numbers = {source: number for number, source in enumerate(sources)}
-        drawn = np.zeros(len(sources), np.int64)
+        drawn = np.zeros(len(sources), np.int64)  # samples of each source, up to the current mix
         orders = []
-        for mix, end in with_ends(mixes, samples):
-            places = [numbers[source] for source in mix.blend.sources]
+        for mix, end in mix_ends(mixes, samples):
+            mix_sources = [numbers[source] for source in mix.blend.sources]
             size = end - mix.first_sample
             index = self._mix_index(mix.blend, size)
-            orders.append(MixOrder(mix.first_sample, places, drawn[places].tolist(), *index))
+            orders.append(MixOrder(mix.first_sample, mix_sources, drawn[mix_sources].tolist(), *index))
             if mix is mixes[-1]:
-                drawn[places] += size  # as many at the most, which nobody need count
+                drawn[mix_sources] += size  # an upper bound suffices
             else:
-                drawn[places] += on_main(functools.partial(draw_counts, index[0], 0, size, len(places)))
-        datasets = [self._of_mix_source(source, int(count)) for source, count in zip(sources, drawn, strict=True)]
+                drawn[mix_sources] += on_main(functools.partial(draw_counts, index[0], 0, size, len(mix_sources)))
+        datasets = [self._build_mix_source(source, int(count)) for source, count in zip(sources, drawn, strict=True)]
         return MixDataset(datasets, orders, samples=samples)
 
-    def _of_mix_source(self, source: Source, length: int) -> Any:
+    def _build_mix_source(self, source: Source, length: int) -> Any:
         if source.is_npy:
-            return self._of_npy(source, length)
-        (epoch,) = filter(None, self._of_pairs(Blend([source], None), {TRAIN: None}, None))
+            return self._build_npy(source, length)
+        (epoch,) = filter(None, self._build_pairs(Blend([source], None), {TRAIN: None}, None))
         return PairEpochs(epoch, seed=self._seed, length=length)
 
     def _mix_index(self, blend: Blend, size: int) -> tuple[Any, Any]:
-        """Return the source of each sample of a blend, as megatron-core draws them, and its number there."""
+        """Return, by megatron-core's rule, the source of each sample of a mix, and the number in this source."""
         if len(blend.sources) == 1:
             return None, None
-        weights = self._counts.of_mix(blend)
+        weights = self._counts.mix_weights(blend)
         identity = {"weights": weights, "size": size, "stage": True}
-        blended = self._blended([range(size)] * len(weights), blend, TRAIN, weights, identity)
+        blended = self._build_blended([range(size)] * len(weights), blend, TRAIN, weights, identity)
         return blended.dataset_index, blended.dataset_sample_index
 
-    def _of_npy(self, source: Source, size: int | None) -> NpyDataset:
-        stated = {"seq_length": self._seq_length, "seed": self._seed, "vocab_size": self._vocab_size}
-        return NpyDataset(self._data.files(source), **stated, samples=size)
+    def _build_npy(self, source: Source, size: int | None) -> NpyDataset:
+        settings = {"seq_length": self._seq_length, "seed": self._seed, "vocab_size": self._vocab_size}
+        return NpyDataset(self._data.files(source), **settings, samples=size)
 
-    def _blended(
+    def _build_blended(
         self, samples: Sequence[Any], blend: Blend, part: int, weights: list[float], identity: dict[str, Any]
     ) -> Any:
-        """Return megatron-core's blend of the samples of all sources, `identity["size"]` of them."""
+        """Return megatron-core's blend of one dataset of each source, with `identity["size"]` samples."""
         from megatron.core.datasets.blended_dataset import BlendedDataset
         from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
         from megatron.core.datasets.utils import Split
 
-        datasets = [OneOfBlend(dataset, Split(part)) for dataset in samples]
+        datasets = [BlendSource(dataset, Split(part)) for dataset in samples]
         kinds = [type(dataset).__name__ for dataset in samples]
-        if len(set(kinds)) > 1:  # megatron-core's names depend on them; folders of one kind keep their name
+        if len(set(kinds)) > 1:  # megatron-core's file names depend on the kinds of several
             identity = {**identity, "kinds": kinds}
-        with indices_in(self._data.cache, identity) as folder:
+        with index_folder(self._data.cache, identity) as folder:
             config = self._config(folder, blend.sources, None, part, None)
             blended = BlendedMegatronDatasetBuilder.build_generic_dataset(
                 BlendedDataset, lambda: True, True, datasets, weights, identity["size"], config
             )
         return blended
 
-    def _of_pairs(self, blend: Blend, sizes: Sizes, split: str | None) -> list[Any]:
-        """Return the datasets of pairs by part, of `sizes` samples each (None: one epoch; a part left out: none).
+    def _build_pairs(self, blend: Blend, sizes: Sizes, split: str | None) -> list[Any]:
+        """Return the dataset of each part of a blend of pairs, or None for a part that is not in `sizes`.
 
-        Without a split, the one part of `sizes` is made of all documents.
+        A dataset has `sizes[part]` samples; None: one epoch. Without a split, the only part has all documents.
         """
         from megatron.core import __version__
         from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
         from megatron.core.datasets.gpt_dataset import GPTDataset
 
-        weights, requested = self._counts.of_pairs(blend, sizes, is_split=split is not None)
+        weights, requested = self._counts.pair_sizes(blend, sizes, is_split=split is not None)
         identity = {
             "megatron": __version__,
             "documents": self._identities(blend.sources),
-            "paths": [self._prefix_here(source) for source in blend.sources],  # megatron-core's names depend on them
+            "paths": [self._local_prefix(source) for source in blend.sources],  # in megatron-core's file names
             "weights": weights,
             "requested": requested,
             "split": split,
             "seq_length": self._seq_length,
             "seed": self._seed,
         }
-        with indices_in(self._data.cache, identity) as folder:
+        with index_folder(self._data.cache, identity) as folder:
             config = self._config(folder, blend.sources, weights, min(sizes), split)
             if split is not None and len(sizes) == 1:
                 config.split_matrix = [
@@ -241,19 +234,16 @@ class _DatasetBuilder:
                 ]
             built = list(BlendedMegatronDatasetBuilder(GPTDataset, requested, lambda: True, config).build())
         pairs = {pair.copy or pair.prefix: pair for pair in map(self._data.pair, blend.sources)}
-        readers: dict[str, PairReader] = {}  # the parts of a split share one
-        for top in filter(None, built):
-            for dataset in (top, *getattr(top, "datasets", ())):
-                if (path := getattr(dataset, "dataset_path", None)) is None:
-                    continue  # a blend reads no pair itself
-                pair = pairs[path]
-                if path not in readers:
-                    readers[path] = PairReader(pair, self._vocab_size)
-                dataset.dataset, dataset.dataset_path = readers[path], pair.prefix
-                dataset.indices = None  # of 4 bytes a document, which its samples are not drawn from
+        readers = {path: PairReader(pair, self._vocab_size) for path, pair in pairs.items()}
+        for part in filter(None, built):
+            for dataset in (part, *getattr(part, "datasets", ())):  # of a blend, the datasets of its sources
+                if (path := getattr(dataset, "dataset_path", None)) is not None:
+                    dataset.dataset, dataset.dataset_path = readers[path], pairs[path].prefix
+                    dataset.indices = None  # 4 bytes per document, not used once the sample indices are built
         return built
 
-    def _prefix_here(self, source: Source) -> str:
+    def _local_prefix(self, source: Source) -> str:
+        """Return the prefix at which megatron-core finds the index of a pair; of .npy files the first path."""
         return source.paths[0] if source.is_npy else self._data.pair(source).copy or source.paths[0]
 
     def _identities(self, sources: Sequence[Source]) -> list[str]:
@@ -264,10 +254,10 @@ class _DatasetBuilder:
     ) -> Any:
         from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 
-        # In the place of a tokenizer; `unique_identifiers` goes into names of cached indices.
+        # megatron-core expects a tokenizer, and puts its `unique_identifiers` into the names of cached indices.
         documents = {"documents": self._identities(sources)}
-        ids = SimpleNamespace(eod=self._eod_id, vocab_size=self._vocab_size, unique_identifiers=documents)
-        blend = ([self._prefix_here(source) for source in sources], weights)
+        tokenizer = SimpleNamespace(eod=self._eod_id, vocab_size=self._vocab_size, unique_identifiers=documents)
+        blend = ([self._local_prefix(source) for source in sources], weights)
         per_split = [blend if position == part else None for position in range(len(PART_NAMES))]
         return GPTDatasetConfig(
             random_seed=self._seed,
@@ -276,7 +266,7 @@ class _DatasetBuilder:
             blend=blend if split is not None else None,
             blend_per_split=per_split if split is None else None,
             split=split,
-            tokenizer=ids,
+            tokenizer=tokenizer,
             reset_position_ids=False,
             reset_attention_mask=False,
             eod_mask_loss=False,
@@ -288,18 +278,18 @@ class _DatasetBuilder:
 
 
 @contextmanager
-def indices_in(cache: Path, identity: Any) -> Iterator[Path]:
-    """Yield the folder for the indices of a dataset, while it is being built; to be entered by every rank.
+def index_folder(cache: Path, identity: Any) -> Iterator[Path]:
+    """Yield the folder for the indices of a dataset while the dataset is built; every rank enters this block.
 
-    megatron-core writes indices file by file under their final names, and assumes that they are complete as soon as all
-    names exist; the names do not depend on the data. So each dataset has a folder of its own, named after its
-    `identity`: all that its indices depend on, as plain JSON values. It is marked once it is complete; what a killed
-    job left is built again. Rank 0, the only one that writes, holds the cache's lock meanwhile.
+    megatron-core writes indices file by file under their final names, takes them for complete if all names exist, and
+    does not put the data into the names. So each dataset gets a folder, named after everything that the indices depend
+    on: `identity`, plain JSON values. A complete folder is marked; a folder that a killed job left is built again. Only
+    rank 0 writes, and holds the cache's lock meanwhile.
 
-    Raises InputError where the cache cannot be written, or a rank does not see the files of rank 0.
+    Raises InputError if the cache cannot be written, or if a rank does not see the files of rank 0.
     """
     folder = cache / hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
-    locks: list[int] = []  # on rank 0: the cache's
+    locks: list[int] = []  # on rank 0: the file descriptor of the cache's lock
     try:
         is_complete = on_main(lambda: _prepare_folder(cache, folder, locks))
         with _process_group() if is_main() else _reporting_unshared_cache(cache):
@@ -312,7 +302,7 @@ def indices_in(cache: Path, identity: Any) -> Iterator[Path]:
 
 
 def _prepare_folder(cache: Path, folder: Path, locks: list[int]) -> bool:
-    """Take the cache's lock, and keep a complete folder or leave an empty one; return whether it is complete."""
+    """Append the cache's lock to `locks`, and empty `folder` unless it is complete; return whether it is complete."""
     try:
         cache.mkdir(parents=True, exist_ok=True)
         lock = take_lock(cache / ".lock", wait=False)

@@ -1,9 +1,9 @@
 """The fingerprint of a run's data: recorded in every checkpoint, and compared when the run resumes.
 
-The digest of a set is of all that its samples depend on: the sources in their order, their weights, the split, and of
-each file the lengths of its sequences and its content. Paths and times of change are not part of it: a copy is the
-same data. Contents are sampled in blocks spread over each file, first and last included, so that terabytes are not
-read at every start; data that were prepared differently differ nearly everywhere.
+The digest of a training or validation set covers everything that its samples depend on: the sources in their order,
+their weights, the split, and for each file the lengths of its sequences and its content. Paths and modification times
+are left out, since a copy is the same data. Contents are hashed in blocks spread over each file, so that terabytes are
+not read at every start; data that were prepared differently differ nearly everywhere.
 """
 
 import hashlib
@@ -21,21 +21,20 @@ from megatron_fanformer.data.chats import open_chats
 from megatron_fanformer.data.check import CheckedData
 from megatron_fanformer.data.config import TOKENIZER, TRAINING, DataConfig
 from megatron_fanformer.data.mixes import Mix
-from megatron_fanformer.data.remote_files import RemoteFile, folder_of, side_by_side
+from megatron_fanformer.data.remote_files import RemoteFile, map_in_threads, version_folder
 from megatron_fanformer.data.token_files import BIN_SUFFIX
 from megatron_fanformer.data.tokenizer import tokenizer_file
 from megatron_fanformer.durable_files import sha256_of, write_atomically
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.stores import reported_as_local
 
-# 256 KiB in all of each file. What is replaced in one piece is noticed from 1/31 of the file on.
+# 256 KiB of each file in all. A replaced piece of the file is noticed if it is longer than 1/31 of the file.
 BLOCKS = 32
 BLOCK_BYTES = 1 << 13
-SHOWN_DIGITS = 12  # of a digest
 
 FileFacts = tuple[int, str, str]
-"""Tokens of a file; their type, of a pair also the number of its sequences and a checksum of their lengths; and a hash
-of the content."""
+"""The number of tokens in a file; their type (for pairs and chats also the number of sequences and a checksum of the
+lengths); and a hash of the content."""
 
 
 class MixFingerprint(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +49,7 @@ class SetFingerprint(msgspec.Struct, frozen=True, kw_only=True):
 
     digest: str
     samples: int | None = None
-    """The number of samples requested, where their order depends on it."""
+    """The number of samples requested, if their order depends on it; else None."""
     stages: list[MixFingerprint] = []
     """The later mixes of training, in their order."""
 
@@ -59,7 +58,7 @@ class DataChange(msgspec.Struct, frozen=True, kw_only=True):
     """A change of data that `data.allow_change` allowed."""
 
     step: int
-    """The step after which it was made."""
+    """The last step with the old data."""
     name: str
     what: str
 
@@ -76,16 +75,16 @@ class DataFingerprint(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def training_changes(self) -> list[DataChange]:
-        """Return the changes of the training data."""
+        """Return the allowed changes of the training data."""
         return [change for change in self.changes if change.name == TRAINING]
 
     def as_plain(self) -> dict[str, Any]:
-        """Return it as a checkpoint holds it."""
+        """Return the fingerprint as plain values for a checkpoint."""
         return dict(msgspec.to_builtins(self))
 
 
 def fingerprint_from_plain(values: Any, where: Path) -> DataFingerprint | None:
-    """Return the fingerprint in a checkpoint, `where`; None for a checkpoint of a version that recorded none."""
+    """Return the fingerprint in the plain values of a checkpoint, `where`; None if an older version recorded none."""
     if values is None:
         return None
     try:
@@ -97,21 +96,23 @@ def fingerprint_from_plain(values: Any, where: Path) -> DataFingerprint | None:
 def fingerprint_data(
     config: DataConfig, data: CheckedData, *, samples: int | None = None, mixes: Sequence[Mix] = ()
 ) -> DataFingerprint:
-    """Return the fingerprint of a run's data; `samples` and `mixes` (none: one) as `SetFingerprint` has them."""
-    paths = [(source, facts) for source in data.sources() for facts in _file_facts(config, source, data)]
-    remote = {file.url: file for file in data.remote_files}
-    contents = side_by_side(
-        lambda path: _content(path, remote.get(path), data.cache), [path for _, (path, *_) in paths]
-    )
-    files: dict[Source, list[FileFacts]] = {}
-    for (source, (_, tokens, form)), content in zip(paths, contents, strict=True):
-        files.setdefault(source, []).append((tokens, form, content))
+    """Return the fingerprint of a run's data.
+
+    `samples` is the number of training samples, if their order depends on it; `mixes` are the mixes, if several.
+    """
+    files = [(source, *facts) for source in data.sources() for facts in _file_facts(config, source, data)]
+    remote_files = {file.url: file for file in data.remote_files}
+    paths = [path for _, path, *_ in files]
+    hashes = map_in_threads(lambda path: _hash_file(path, remote_files.get(path), data.cache), paths)
+    facts_of: dict[Source, list[FileFacts]] = {}
+    for (source, _, tokens, form), content_hash in zip(files, hashes, strict=True):
+        facts_of.setdefault(source, []).append((tokens, form, content_hash))
 
     def digest(blend: Blend, split: str | None = None) -> str:
         weights: list[float | None] = [None] * len(blend.sources)
-        if blend.weights and len(blend.sources) > 1:  # the weight of one alone does not count
+        if blend.weights and len(blend.sources) > 1:  # the weight of a single source has no effect
             weights = [weight / sum(blend.weights) for weight in blend.weights]
-        facts = [(files[source], weight) for source, weight in zip(blend.sources, weights, strict=True)]
+        facts = [(facts_of[source], weight) for source, weight in zip(blend.sources, weights, strict=True)]
         return hashlib.sha256(json.dumps([facts, split]).encode()).hexdigest()
 
     later = [MixFingerprint(first_step=mix.first_step, digest=digest(mix.blend)) for mix in mixes[1:]]
@@ -123,7 +124,7 @@ def fingerprint_data(
 
 
 def _file_facts(config: DataConfig, source: Source, data: CheckedData) -> Iterator[tuple[str, int, str]]:
-    """Yield the path of each file of a source that holds tokens, their number, and its form (see `FileFacts`)."""
+    """Yield the path of each file of a source, the number of its tokens, and their type as in `FileFacts`."""
     if config.is_chats:
         chats = open_chats(source.paths[0])
         tokens, checksum = int(chats.lengths.sum()), zlib.crc32(chats.lengths.tobytes())
@@ -137,22 +138,22 @@ def _file_facts(config: DataConfig, source: Source, data: CheckedData) -> Iterat
         yield source.paths[0] + BIN_SUFFIX, pair.tokens, pair.identity
 
 
-def _content(path: str, remote: RemoteFile | None, cache: Path) -> str:
-    """Return `file_fingerprint` of a file; that of one on another store is remembered in the index cache."""
+def _hash_file(path: str, remote: RemoteFile | None, cache: Path) -> str:
+    """Return the hash of a file, see `file_fingerprint`; the index cache remembers those of remote files."""
     if remote is None:
         return file_fingerprint(Path(path))
-    note = folder_of(cache / "fingerprints", remote.identity)
-    if remote.version and note.is_file():
-        return note.read_text()
+    cached = version_folder(cache / "fingerprints", remote.identity)
+    if remote.version and cached.is_file():
+        return cached.read_text()
     digest = _hash(remote.size, (remote.read(length, offset) for offset, length in _blocks(remote.size)))
-    with reported_as_local(note):
-        note.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(note, digest)
+    with reported_as_local(cached):
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(cached, digest)
     return digest
 
 
 def file_fingerprint(path: Path) -> str:
-    """Return the hexadecimal hash of a file's size and of blocks spread over it; of every byte if it is small."""
+    """Return the hexadecimal hash of a file's size and of blocks spread over the file; small files are hashed whole."""
     try:
         with path.open("rb") as stream:
             size = os.fstat(stream.fileno()).st_size
@@ -169,7 +170,7 @@ def _hash(size: int, blocks: Iterable[bytes]) -> str:
 
 
 def _blocks(size: int) -> Iterator[tuple[int, int]]:
-    """Yield offset and length of each block of a file."""
+    """Yield the offset and the length of each block to hash in a file of `size` bytes."""
     if size <= BLOCKS * BLOCK_BYTES:
         yield 0, size
         return
@@ -177,56 +178,58 @@ def _blocks(size: int) -> Iterator[tuple[int, int]]:
         yield (size - BLOCK_BYTES) * number // (BLOCKS - 1), BLOCK_BYTES
 
 
-def another_tokenizer(stated: Iterable[str | None], digest: str, whose: str) -> str | None:
-    """Describe the tokenizer that made tokens, by the SHA-256 that manifests state; None where it is `whose`, `digest`.
+def describe_other_tokenizer(stated: Iterable[str | None], digest: str, whose: str) -> str | None:
+    """Return a warning if a tokenizer that manifests state is not the one with SHA-256 `digest`, which `whose` names.
 
-    It is a reason for a warning, not for an error: an export's tokenizer may be the same one, written anew.
+    It is no error, since an export may hold the same tokenizer in other bytes.
     """
     others = {other for other in stated if other} - {digest}
-    return f"another tokenizer (SHA-256 {_short(min(others))}…) than {whose} ({_short(digest)}…)" if others else None
+    if not others:
+        return None
+    return f"another tokenizer (SHA-256 {_shorten(min(others))}…) than {whose} ({_shorten(digest)}…)"
 
 
 def resumed_fingerprint(
     before: DataFingerprint, present: DataFingerprint, *, step: int, allowed: Collection[str] | None, run: str
 ) -> DataFingerprint:
-    """Return the fingerprint of the data of a run that resumes: the present one, with all changes so far.
+    """Return the fingerprint of a resumed run: the present one, with all changes since the run began.
 
-    Sets that are added or left out are no change, nor are mixes that the run has not come to at the checkpoint's
-    `step`. `allowed` are the names of sets that may change (None: all may); `run` is the run's name in messages.
+    Added or removed sets are no changes, and neither are mixes that begin after the checkpoint's `step`. `allowed` has
+    the names of sets that may change; None: all may. `run` is the run's name in messages.
 
     Raises:
-        InputError: other sets have changed, one line each.
+        InputError: a set has changed that may not; one line for each.
     """
     differences = list(_differences(before, present, step))
     refused = [
-        f"{field} is not what the run in {run} has used so far ({what}); change it back, or name it in"
+        f"{field} is not what the run in {run} has used so far ({difference}); change it back, or name it in"
         f" data.allow_change, as [{name}]"
-        for name, field, what in differences
+        for name, field, difference in differences
         if allowed is not None and name not in allowed
     ]
     if refused:
         raise InputError("\n".join(refused))
-    changes = [DataChange(step=step, name=name, what=what) for name, _, what in differences]
+    changes = [DataChange(step=step, name=name, what=difference) for name, _, difference in differences]
     return msgspec.structs.replace(present, changes=[*before.changes, *changes])
 
 
 def _differences(before: DataFingerprint, present: DataFingerprint, step: int) -> Iterator[tuple[str, str, str]]:
-    """Yield the name of each set in both that differs, its field in the configuration, and how it differs."""
+    """Yield, for each set that differs, the set's name, its configuration field, and the difference in words."""
     names = sorted(before.valid.keys() & present.valid.keys())
     valid = ((name, f"data.valid_data.{name}", before.valid[name], present.valid[name]) for name in names)
     for name, field, old, new in ((TRAINING, "data.train_data", before.train, present.train), *valid):
         if old.digest != new.digest:
-            yield name, field, f"other files, weights or split, {_short(new.digest)} for {_short(old.digest)}"
+            yield name, field, f"other files, weights or split, {_shorten(new.digest)} for {_shorten(old.digest)}"
         elif old.samples != new.samples:
-            counts = ["one epoch" if one.samples is None else f"{one.samples:,} samples" for one in (new, old)]
+            sizes = ["one epoch" if size is None else f"{size:,} samples" for size in (new.samples, old.samples)]
             reason = "past one epoch it depends on training.train_iters × training.global_batch_size"
-            yield name, field, f"the order for {counts[0]} for that for {counts[1]}; {reason}"
-    old_mixes, new_mixes = ([mix for mix in one.train.stages if mix.first_step <= step] for one in (before, present))
+            yield name, field, f"the order for {sizes[0]} for that for {sizes[1]}; {reason}"
+    old_mixes, new_mixes = ([mix for mix in data.train.stages if mix.first_step <= step] for data in (before, present))
     if old_mixes != new_mixes:
         yield TRAINING, "data.stages", "another stage up to the step of the checkpoint"
     if before.tokenizer and present.tokenizer and before.tokenizer != present.tokenizer:
-        yield TOKENIZER, "data.tokenizer", f"SHA-256 {_short(present.tokenizer)} for {_short(before.tokenizer)}"
+        yield TOKENIZER, "data.tokenizer", f"SHA-256 {_shorten(present.tokenizer)} for {_shorten(before.tokenizer)}"
 
 
-def _short(digest: str) -> str:
-    return digest[:SHOWN_DIGITS]
+def _shorten(digest: str) -> str:
+    return digest[:12]  # for messages

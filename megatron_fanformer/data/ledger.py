@@ -1,12 +1,11 @@
-"""`PREFIX.ledger.parquet`: which line of which file each document of a token file comes from; written and read.
+"""`PREFIX.ledger.parquet`: the input file and line of each document of a token file. Write and read ledgers.
 
-One row per document, in the token file's order, in row groups whose statistics say which tokens they cover: a
-document is found by its tokens without reading more than a row group.
+A ledger has one row per document, in the token file's order. The statistics of a row group tell the tokens that its
+documents cover, so that a document is found by its tokens from one row group.
 
-A ledger of chats says of every line what became of it: a refused one has a row too, of length 0, at the token where it
-would stand.
+A ledger of chats also has a row for each refused line: it has length 0, and stands where the conversation would.
 
-pyarrow is imported where it is used: it takes a fifth of a second, which not every command needs to spend.
+pyarrow is imported only in functions, since the import takes a fifth of a second.
 """
 
 import bisect
@@ -19,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_fanformer.data.remote_files import RemoteFile, find, open_stream
+from megatron_fanformer.data.remote_files import RemoteFile, find_file, open_stream
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.stores import is_url
@@ -27,15 +26,14 @@ from megatron_fanformer.stores import is_url
 LEDGER_SUFFIX = ".ledger.parquet"
 COLUMNS = ("id", "source", "shard", "line", "first_token", "length")
 CHAT_COLUMNS = ("learned", "outcome")
-# Outcomes of a conversation that was kept; of another, the reason.
-WHOLE, CUT = "whole", "cut"
+WHOLE, CUT = "whole", "cut"  # outcomes of kept conversations; the outcome of a refused one is the reason
 GROUP_ROWS = 100_000
 CACHED_GROUPS = 8  # a group of 100,000 rows takes about 10 MB
 
 
 @dataclass(frozen=True)
 class LedgerRow:
-    """One row."""
+    """One row: a document, or a line of chats."""
 
     id: str | None
     source: str | None
@@ -44,17 +42,17 @@ class LedgerRow:
     line: int
     """Line in that file, from 1."""
     first_token: int
-    """Position of its first token in the token file, in tokens."""
+    """Number of its first token in the token file, from 0."""
     length: int
-    """Tokens, including the end of text, and for chats in rows the padding."""
+    """Tokens, including the end of text; in row folders of chats including the padding."""
     learned: int | None = None
-    """Tokens that are learned, for a conversation."""
+    """Learned tokens of a conversation; None for a document."""
     outcome: str | None = None
-    """WHOLE or CUT for a conversation; for one that was refused, the reason."""
+    """WHOLE, CUT or the reason of the refusal for a conversation; None for a document."""
 
 
 def schema(*, is_chats: bool) -> Any:
-    """Return the columns with their types."""
+    """Return the Arrow schema of a ledger."""
     import pyarrow
 
     text, number, length = pyarrow.string(), pyarrow.int64(), pyarrow.int32()
@@ -63,7 +61,7 @@ def schema(*, is_chats: bool) -> Any:
 
 
 class LedgerWriter:
-    """Writes one row per document, in groups of a fixed size, so that the file's bytes are fixed too."""
+    """Writes one row per document, in row groups of a fixed size, so that the bytes do not depend on the batches."""
 
     def __init__(self, path: Path, *, is_chats: bool) -> None:
         from pyarrow import parquet
@@ -82,9 +80,9 @@ class LedgerWriter:
         self._pending_rows = 0
 
     def add(self, rows: Any, shard: str, first_token: int) -> None:
-        """Add documents of one input file, whose first begins at token `first_token`.
+        """Add consecutive documents of the input file `shard`; the first document begins at token `first_token`.
 
-        `rows` are an Arrow record batch with columns id, source, line and length; of chats also learned and outcome.
+        `rows` is an Arrow record batch with columns id, source, line and length; for chats also learned and outcome.
         """
         import pyarrow
 
@@ -96,48 +94,49 @@ class LedgerWriter:
         self._pending.append(pyarrow.record_batch(batch, schema=self._schema))
         self._pending_rows += len(lengths)
         if self._pending_rows >= GROUP_ROWS:
-            self._write_groups(rest=False)
+            self._write_groups(is_last=False)
 
     def finish(self) -> None:
         """Write the pending rows and the end of the file."""
-        self._write_groups(rest=True)
+        self._write_groups(is_last=True)
         self._writer.close()
 
     def abandon(self) -> None:
-        """Close the writer of a ledger that will not be finished."""
+        """Close the file without the pending rows, after a failure."""
         import pyarrow
 
-        with suppress(pyarrow.ArrowException, OSError):  # of a write that failed before
+        with suppress(pyarrow.ArrowException, OSError):  # closing fails if a write has failed
             self._writer.close()
 
-    def _write_groups(self, *, rest: bool) -> None:
+    def _write_groups(self, *, is_last: bool) -> None:
+        """Write the pending rows in whole row groups; if they are the last rows, write the rest as a group, too."""
         import pyarrow
 
         table = pyarrow.Table.from_batches(self._pending, self._schema).combine_chunks()
-        whole = table.num_rows if rest else table.num_rows // GROUP_ROWS * GROUP_ROWS
-        for start in range(0, whole, GROUP_ROWS):
-            self._writer.write_table(table.slice(start, min(GROUP_ROWS, whole - start)), GROUP_ROWS)
-        self._pending = table.slice(whole).to_batches()
-        self._pending_rows = table.num_rows - whole
+        end = table.num_rows if is_last else table.num_rows // GROUP_ROWS * GROUP_ROWS
+        for start in range(0, end, GROUP_ROWS):
+            self._writer.write_table(table.slice(start, min(GROUP_ROWS, end - start)), GROUP_ROWS)
+        self._pending = table.slice(end).to_batches()
+        self._pending_rows = table.num_rows - end
 
 
 def open_ledger(prefix: str) -> "Ledger | None":
-    """Return the ledger of a prefix, which may be a URL; None where there is none."""
+    """Open the ledger of a prefix, which may be a URL; return None if there is none."""
     path = prefix + LEDGER_SUFFIX
     if is_url(path):
-        file = find(path)
+        file = find_file(path)
         return None if file is None else Ledger(file)
     return Ledger(Path(path)) if Path(path).exists() else None
 
 
 class Ledger:
-    """An opened ledger. Raises CorruptError where it cannot be read as one, or does not cover the tokens."""
+    """An open ledger. Raises CorruptError if the file is not a ledger, or does not cover the requested tokens."""
 
     def __init__(self, path: Path | RemoteFile) -> None:
         from pyarrow import parquet
 
         self.path = path.path if isinstance(path, RemoteFile) else path
-        with _damage_reported(self.path):
+        with _reporting_damage(self.path):
             source = open_stream(path) if isinstance(path, RemoteFile) else regular_file(path)
             self._file: Any = parquet.ParquetFile(source, page_checksum_verification=True)
             metadata, names = self._file.metadata, self._file.schema_arrow.names
@@ -151,14 +150,14 @@ class Ledger:
         self._group = lru_cache(CACHED_GROUPS)(self._read_group)
 
     def documents(self, first_token: int, length: int) -> list[LedgerRow]:
-        """Return the documents that contain any of these tokens, in order; refused conversations are left out."""
+        """Return the documents that contain any of `length` tokens from `first_token` on, in order."""
         end = first_token + length
         rows: list[LedgerRow] = []
         place = max(0, bisect.bisect_right(self._starts, first_token) - 1)
         while place < len(self._groups) and self._starts[place] < end:
-            rows += self._in_group(self._groups[place], first_token, end)
+            rows += self._rows_in_group(self._groups[place], first_token, end)
             place += 1
-        covered = sum(min(end, d.first_token + d.length) - max(first_token, d.first_token) for d in rows)
+        covered = sum(min(end, row.first_token + row.length) - max(first_token, row.first_token) for row in rows)
         if covered != length:
             raise CorruptError(
                 f"{self.path} covers {covered} of the {length} tokens from {first_token} on,"
@@ -167,24 +166,26 @@ class Ledger:
         return rows
 
     def _read_group(self, group: int) -> tuple[np.ndarray, np.ndarray, Any]:
-        with _damage_reported(self.path):
+        """Return where the rows of a row group begin and end, in tokens, [rows] int64 each, and the rows as a table."""
+        with _reporting_damage(self.path):
             table = self._file.read_row_group(group, columns=self._columns)
-            first = table["first_token"].to_numpy()
-            return first, first + table["length"].to_numpy(), table
+            begins = table["first_token"].to_numpy()
+            return begins, begins + table["length"].to_numpy(), table
 
-    def _in_group(self, group: int, begin: int, end: int) -> Iterator[LedgerRow]:
-        first, last, table = self._group(group)
-        low, high = int(np.searchsorted(last, begin, "right")), int(np.searchsorted(first, end, "left"))
-        rows = (LedgerRow(**row) for row in table.slice(low, max(0, high - low)).to_pylist())
+    def _rows_in_group(self, group: int, begin: int, end: int) -> Iterator[LedgerRow]:
+        """Yield the rows of a row group that contain any of the tokens from `begin` up to `end`."""
+        begins, ends, table = self._group(group)
+        first, last = int(np.searchsorted(ends, begin, "right")), int(np.searchsorted(begins, end, "left"))
+        rows = (LedgerRow(**row) for row in table.slice(first, max(0, last - first)).to_pylist())
         return (row for row in rows if row.length)
 
 
 @contextmanager
-def _damage_reported(path: Path | str) -> Iterator[None]:
+def _reporting_damage(path: Path | str) -> Iterator[None]:
     import pyarrow
 
     try:
         yield
-    except (pyarrow.ArrowException, OSError, AttributeError) as error:  # without statistics
+    except (pyarrow.ArrowException, OSError, AttributeError) as error:  # AttributeError: it has no statistics
         reason = " ".join(str(error).split())
         raise CorruptError(f"{path} cannot be read as a ledger ({reason}); prepare again") from error

@@ -1,6 +1,6 @@
-"""`PREFIX.manifest.json`: the inputs and settings of token files, their counts and sums.
+"""`PREFIX.manifest.json`: the inputs, settings, counts and checksums of token files.
 
-It is written last, so that a prefix with a manifest is complete.
+A manifest is written after all other files, so that a prefix with a manifest is complete.
 """
 
 from pathlib import Path
@@ -18,11 +18,11 @@ TooLong = Literal["cut", "drop"]
 
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of the manifest's parts. Fields of other versions are left out."""
+    """Base of the manifest's parts. Reading ignores fields that other versions wrote."""
 
 
 class FileRecord(_Part, frozen=True, kw_only=True):
-    """One file as it was when the manifest was written; a path without a folder is relative to the manifest's."""
+    """One file as it was when the manifest was written. A path without a folder means the manifest's folder."""
 
     path: str
     bytes: int
@@ -45,7 +45,7 @@ class TokenizerRecord(_Part, frozen=True, kw_only=True):
 
 
 class ChatSettings(_Part, frozen=True, kw_only=True):
-    """The settings that determine the bytes of chats alone."""
+    """The settings that determine token files of chats, beside `Settings`."""
 
     template: str
     """The template itself, in Jinja."""
@@ -53,28 +53,28 @@ class ChatSettings(_Part, frozen=True, kw_only=True):
     """The special tokens that it may use: bos_token, eos_token, pad_token, unk_token."""
     learn: Learn
     max_tokens: int | None
-    """The most tokens of a conversation; with the format npy, those of each row."""
+    """The most tokens of a conversation; in the format npy, the tokens of each row."""
     too_long: TooLong
-    """Treatment of a conversation of more tokens: cut or drop."""
+    """What happens to a conversation with more tokens: cut or drop."""
     pad_id: int | None
-    """The id that fills the rows of the format npy; None: the files are not padded."""
+    """The id that pads the rows of the format npy; None: the files have no padding."""
 
 
 class Settings(_Part, frozen=True, kw_only=True):
-    """The settings that, besides inputs and tokenizer, determine the token files' bytes."""
+    """The settings that determine the bytes of token files, beside inputs and tokenizer."""
 
     text_field: str
-    """The field of a document that is its text; empty where conversations were read."""
+    """The field that holds a document's text; empty if the inputs were conversations."""
     dtype: str
     format: Format = "megatron"
     npy_dtype: str | None = None
-    """The type of the tokens read, where the inputs were headerless .npy files and not documents."""
+    """The type of the ids in the inputs, if these were headerless .npy files; else None."""
     chat: ChatSettings | None = None
-    """Further settings where the inputs were conversations and not documents."""
+    """Further settings, if the inputs were conversations; else None."""
 
 
 class RefusedLine(_Part, frozen=True, kw_only=True):
-    """A line that is not a document. `line` counts from 1."""
+    """A line that was refused. `line` counts from 1."""
 
     file: str
     line: int
@@ -85,12 +85,12 @@ class RefusedLine(_Part, frozen=True, kw_only=True):
 
 
 class Encoding(_Part, frozen=True, kw_only=True):
-    """The software that computed the ids. They are the same for every backend."""
+    """The software that computed the ids, which are the same with every backend."""
 
     backend: str
     """The library: gigatoken, tokenizers or sentencepiece."""
     reason: str | None = None
-    """Why it is not the fastest one; None if it is, or if it was requested."""
+    """Why the fastest library did not compute the ids; None if it did, or if the user chose the library."""
 
 
 class TokenFiles(_Part, frozen=True, kw_only=True):
@@ -102,12 +102,12 @@ class TokenFiles(_Part, frozen=True, kw_only=True):
     tokens: int
     max_token_id: int
     files: dict[str, FileRecord]
-    """File records by suffix: .bin and .idx, or .npy; .ledger.parquet where there is a ledger. For chats .mask.bin
-    beside .bin and .idx, or /input_ids.npy and /label_mask.npy."""
+    """File records by suffix: .bin and .idx (for chats .mask.bin, too), or .npy, or /input_ids.npy and /label_mask.npy;
+    and .ledger.parquet, if there is a ledger."""
     learned_tokens: int | None = None
-    """Tokens that are learned, for chats."""
+    """Learned tokens of chats; None for documents."""
     cut: int | None = None
-    """Conversations that lost their end, for chats."""
+    """The number of conversations that were cut; None for documents."""
 
 
 class Manifest(_Part, frozen=True, kw_only=True, tag_field="kind", tag="preparation"):
@@ -134,13 +134,13 @@ def manifest_path(prefix: str) -> Path:
 
 
 def read_manifest(prefix: str) -> Manifest | None:
-    """Return the manifest of a prefix, which may be a URL; None where there is none, CorruptError if unreadable."""
+    """Return the manifest of a prefix, which may be a URL; None if there is none. Raises CorruptError if unreadable."""
     path = prefix + MANIFEST_SUFFIX
     try:
         if is_url(path):
-            from megatron_fanformer.data.remote_files import optional_contents  # a help text needs none of its imports
+            from megatron_fanformer.data.remote_files import read_small_files  # not above: slow to import
 
-            (content,) = optional_contents([path])
+            (content,) = read_small_files([path])
         else:
             content = Path(path).read_bytes()
         return None if content is None else msgspec.json.decode(content, type=Manifest)
@@ -150,29 +150,29 @@ def read_manifest(prefix: str) -> Manifest | None:
         raise CorruptError(f"{path} is not a manifest ({error}); remove its prefix's files, prepare again") from error
 
 
-def token_files_record(prefix: str) -> TokenFiles | None:
-    """Return the entry of a manifest for the files of exactly this prefix; None where there is no manifest of them."""
+def read_record(prefix: str) -> TokenFiles | None:
+    """Return the record of a prefix's files in the prefix's manifest; None if there is no manifest or no record."""
     manifest = read_manifest(prefix)
-    return record_of(prefix, manifest) if manifest else None
+    return find_record(prefix, manifest) if manifest else None
 
 
-def manifest_of(prefix: str, suffix: str, size: int) -> tuple[Manifest, TokenFiles] | None:
-    """Return the manifest beside a file of token ids, of `size` bytes, and its entry for it.
+def manifest_for_file(prefix: str, suffix: str, size: int) -> tuple[Manifest, TokenFiles] | None:
+    """Return the manifest of a prefix, and its record of the prefix's files, if they describe a file of `size` bytes.
 
-    None where there is none, or it is another file's: one that was replaced, of another size, or under another name.
+    Else return None: there is no manifest, or it belongs to a file that was replaced or renamed.
     """
     manifest = read_manifest(prefix)
-    record = record_of(prefix, manifest) if manifest else None
-    recorded = record.files.get(suffix) if record else None
-    is_of_this = recorded is not None and recorded.bytes == size
-    return (manifest, record) if manifest and record and is_of_this else None
+    record = find_record(prefix, manifest) if manifest else None
+    file = record.files.get(suffix) if record else None
+    is_same_file = file is not None and file.bytes == size
+    return (manifest, record) if manifest and record and is_same_file else None
 
 
-def record_of(prefix: str, manifest: Manifest) -> TokenFiles | None:
-    """Return a manifest's entry for the files of exactly this prefix; None where there is none."""
+def find_record(prefix: str, manifest: Manifest) -> TokenFiles | None:
+    """Return a manifest's record of the files of exactly this prefix; None if there is none."""
     return next((output for output in manifest.outputs if output.prefix == Path(prefix).name), None)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Return the manifest as the bytes of its file."""
+    """Return the bytes of the manifest's file."""
     return msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"

@@ -1,6 +1,6 @@
-"""Mixes of a run: from a step or a token on, its samples come from other sources, or by other weights (`data.stages`).
+"""Mixes of a run: from a given step or token on, samples come from other sources or by other weights (`data.stages`).
 
-Each source goes on from its own place: samples that one mix has drawn of it are not drawn again before its epoch ends.
+A mix goes on with each source where earlier mixes stopped, so no sample is drawn twice before the source's epoch ends.
 """
 
 import bisect
@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from megatron_fanformer.data.blends import Blend, Source, Word, blend_problems, parse_blend
-from megatron_fanformer.data.sample_order import Epochs
+from megatron_fanformer.data.sample_order import Epochs, SampleWrapper
 from megatron_fanformer.errors import InputError, collect_problems, redacted
 from megatron_fanformer.options import count
 
 START = re.compile(r"from (?P<unit>step|token) (?P<number>\S+)")
 FIRST_MIX = "train_data"
-COUNTED_ENTRIES = 1 << 22  # of an index, at a time
+COUNTED_ENTRIES = 1 << 22  # of an index, counted at a time
 
 
 @dataclass(frozen=True)
@@ -30,18 +30,18 @@ class Mix:
     """A part of a run whose samples come from one blend."""
 
     name: str
-    """FIRST_MIX, or as `data.stages` has it."""
+    """FIRST_MIX, or a name in `data.stages`."""
     first_step: int
-    """The step that it begins with, from 1."""
+    """Its first step, counted from 1."""
     first_sample: int
-    """The sample that it begins with, from 0."""
+    """Its first sample, counted from 0."""
     blend: Blend
 
 
 def first_step(name: str, *, batch_tokens: int) -> int:
-    """Return the step that a mix begins with: the one it names, or the first after as many tokens as it names.
+    """Return the first step of a mix named "from step N", or "from token N": the first step after N tokens.
 
-    `batch_tokens` are those of a step's samples. Raises InputError for a name that names neither.
+    `batch_tokens` is the number of tokens in a step. Raises InputError if the name has neither form.
     """
     problem = f"data.stages: {name!r} does not say where the stage begins"
     if (start := START.fullmatch(name)) is None:
@@ -53,15 +53,15 @@ def first_step(name: str, *, batch_tokens: int) -> int:
     return number if start["unit"] == "step" else -(-number // batch_tokens) + 1
 
 
-def ordered(first: Blend, later: Mapping[str, Blend], *, global_batch_size: int, seq_length: int) -> list[Mix]:
-    """Return the mixes of a run, of `data.train_data` and of `data.stages` by their names, in their order."""
+def order_mixes(first: Blend, later: Mapping[str, Blend], *, global_batch_size: int, seq_length: int) -> list[Mix]:
+    """Return the mixes of `data.train_data`, `first`, and of `data.stages`, `later`, in the order of their steps."""
     steps = {name: first_step(name, batch_tokens=global_batch_size * seq_length) for name in later}
     mixes = [Mix(name, step, (step - 1) * global_batch_size, later[name]) for name, step in steps.items()]
     return [Mix(FIRST_MIX, 1, 0, first), *sorted(mixes, key=lambda mix: mix.first_step)]
 
 
-def with_ends(mixes: Sequence[Any], samples: int) -> list[tuple[Any, int]]:
-    """Return each mix, or its order, with the sample that it ends before, of a run of so many."""
+def mix_ends(mixes: Sequence[Any], samples: int) -> list[tuple[Any, int]]:
+    """Return each mix, or mix order, with the first sample after it, in a run of `samples` samples."""
     return list(zip(mixes, [*(mix.first_sample for mix in mixes[1:]), samples], strict=True))
 
 
@@ -69,7 +69,7 @@ def with_ends(mixes: Sequence[Any], samples: int) -> list[tuple[Any, int]]:
 
 
 def mix_problems(mixes: Mapping[str, Sequence[Word]]) -> list[str]:
-    """List the problems of the names and blends of `data.stages`; token files are not opened."""
+    """List the problems of the names and blends of `data.stages`, without opening token files."""
     problems: list[str] = []
     for name, items in mixes.items():
         collect_problems(problems, functools.partial(first_step, name, batch_tokens=1))
@@ -78,13 +78,13 @@ def mix_problems(mixes: Mapping[str, Sequence[Word]]) -> list[str]:
 
 
 def overlap_problems(blends: Sequence[Sequence[Word]]) -> list[str]:
-    """Return a line for the first file that two sources of a run share: neither could go on where the other is."""
+    """List the first problem of a mix that names a source twice, or of two sources that share a file."""
     owners: dict[str, Source] = {}
     for items in blends:
         sources = parse_blend(items).sources
         if len(set(sources)) < len(sources):
-            (twice, _), *_ = Counter(sources).most_common()
-            return [f"data.stages: a mix names {twice.name} twice; give it one weight"]
+            (repeated, _), *_ = Counter(sources).most_common()
+            return [f"data.stages: a mix names {repeated.name} twice; give it one weight"]
         for source in sources:
             for file in (*map(os.path.realpath, source.files), *source.urls):
                 if (owner := owners.setdefault(file, source)) != source:
@@ -97,7 +97,7 @@ def overlap_problems(blends: Sequence[Sequence[Word]]) -> list[str]:
 
 
 def step_problems(names: Sequence[str], *, train_iters: int, batch_tokens: int) -> list[str]:
-    """List the mixes that begin with the first step or at once with another, or after the last step."""
+    """List a problem for each mix that begins at the first step, at the same step as another, or after the last."""
     problems = []
     begins: dict[int, str] = {1: "data.train_data"}
     for name in names:
@@ -116,20 +116,19 @@ def step_problems(names: Sequence[str], *, train_iters: int, batch_tokens: int) 
 
 
 class PairEpochs(Epochs):
-    """The samples of a pair's first epoch, over and over: as megatron-core orders them, then shuffled anew.
+    """The samples of a pair: the first epoch in megatron-core's order, each later one shuffled anew.
 
-    megatron-core shuffles all epochs of a pair together, in an order that depends on how many there will be. Here a
-    sample's place does not, so that a later mix may be added or changed.
+    megatron-core shuffles all epochs of a pair together, in an order that depends on the number of epochs. The order
+    here does not, so that a later mix may be added or changed.
     """
 
-    def __init__(self, samples: Any, *, seed: int, length: int) -> None:
-        """`samples` is megatron-core's dataset of one epoch; see Epochs."""
-        super().__init__(len(samples), seed=seed, samples=length)
-        self.samples = samples
+    def __init__(self, first_epoch: Sequence[dict[str, Any]], *, seed: int, length: int) -> None:
+        """`first_epoch` is megatron-core's dataset of one epoch, `length` the number of samples over all epochs."""
+        super().__init__(len(first_epoch), seed=seed, samples=length)
+        self.first_epoch = first_epoch
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        item: dict[str, Any] = self.samples[self.number(index)]
-        return item
+        return self.first_epoch[self.number(index)]
 
     def _order_of(self, epoch: int) -> Any:
         return super()._order_of(epoch) if epoch else range(self.epoch_samples)
@@ -140,26 +139,19 @@ class MixOrder:
     """The order of a mix's samples."""
 
     first_sample: int
-    """The run's sample that it begins with, from 0."""
+    """The number, in the run, of the mix's first sample."""
     sources: Sequence[int]
-    """The numbers of the mix's sources among those of the run."""
+    """The run's number of each source of the mix."""
     drawn_before: Sequence[int]
-    """For each of them, the samples that earlier mixes have drawn."""
+    """The samples that earlier mixes have drawn from each source of the mix."""
     source_index: Any
-    """[samples] the source of each sample, by its number in the mix; None where there is only one."""
+    """[samples]: the source of each sample, as a position in `sources`; None if there is only one source."""
     sample_index: Any
-    """[samples] how many samples of that source the mix has drawn before; None as above."""
-
-    def place(self, sample: int) -> tuple[int, int]:
-        """Return the run's source of one of the mix's samples, and its number among all that the run draws of it."""
-        source, number = 0, sample
-        if self.source_index is not None:
-            source, number = int(self.source_index[sample]), int(self.sample_index[sample])
-        return self.sources[source], self.drawn_before[source] + number
+    """[samples]: the samples that the mix has drawn from the same source before; None if there is only one source."""
 
 
 def draw_counts(source_index: Any, first: int, end: int, sources: int) -> np.ndarray:
-    """Return [sources] int64: how many samples of an index, from `first` up to `end`, each source has."""
+    """Count the samples from `first` up to `end` of each source in an index of sources; return [sources] int64."""
     if source_index is None:
         return np.array([end - first], np.int64)
     counts = np.zeros(sources, np.int64)
@@ -169,50 +161,47 @@ def draw_counts(source_index: Any, first: int, end: int, sources: int) -> np.nda
 
 
 class MixDataset:
-    """All training samples of a run of several mixes, a map-style dataset.
+    """All training samples of a run of several mixes, a map-style dataset."""
 
-    `datasets` are the samples of each source, at least as many as the mixes draw from it.
-    """
-
-    def __init__(self, datasets: Sequence[Any], mixes: Sequence[MixOrder], *, samples: int) -> None:
+    def __init__(
+        self, datasets: Sequence[Sequence[dict[str, Any]]], mixes: Sequence[MixOrder], *, samples: int
+    ) -> None:
+        """`datasets` has a dataset for each source, with at least as many samples as the mixes draw from the source."""
         self.datasets, self.mixes, self._samples = datasets, mixes, samples
 
     def __len__(self) -> int:
         return self._samples
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return a sample of its source, as that has it."""
-        source, number = self.place(index)
-        item: dict[str, Any] = self.datasets[source][number]
-        return item
+        source, number = self.locate(index)
+        return self.datasets[source][number]
 
-    def place(self, index: int) -> tuple[int, int]:
-        """Return the source of a sample, and its number among all that the run draws from that source."""
+    def locate(self, index: int) -> tuple[int, int]:
+        """Return the source of a sample, and how many samples the run draws from this source before it."""
         if not 0 <= index < self._samples:
             raise IndexError(index)
         mix = self.mixes[bisect.bisect_right(self.mixes, index, key=lambda mix: mix.first_sample) - 1]
-        return mix.place(int(index) - mix.first_sample)
-
-    def source_counts(self, first: int, end: int, sources: int) -> np.ndarray:
-        """Return [sources] int64: how many of the samples from `first` up to `end` each source has."""
-        counts = np.zeros(sources, np.int64)
-        for mix, mix_end in with_ends(self.mixes, self._samples):
-            begin, stop = max(first, mix.first_sample) - mix.first_sample, min(end, mix_end) - mix.first_sample
-            if begin < stop:
-                counts[list(mix.sources)] += draw_counts(mix.source_index, begin, stop, len(mix.sources))
-        return counts
+        source, number = 0, int(index) - mix.first_sample
+        if mix.source_index is not None:
+            source, number = int(mix.source_index[number]), int(mix.sample_index[number])
+        return mix.sources[source], mix.drawn_before[source] + number
 
 
-def unwrapped(dataset: Any) -> Any:
-    """Return the dataset whose samples another one changes, but not their order; any other as it is."""
-    while hasattr(dataset, "samples") and not isinstance(dataset, PairEpochs):
+def unwrap(dataset: Any) -> Any:
+    """Return the dataset inside any number of wrappers, which has the same samples in the same order."""
+    while isinstance(dataset, SampleWrapper):
         dataset = dataset.samples
     return dataset
 
 
 def source_counts(dataset: Any, first: int, end: int, sources: int) -> np.ndarray:
-    """Return [sources] int64: how many of a training set's samples from `first` up to `end` each source has."""
-    dataset = unwrapped(dataset)
-    if isinstance(dataset, MixDataset):
-        return dataset.source_counts(first, end, sources)
-    return draw_counts(getattr(dataset, "dataset_index", None), first, end, sources)
+    """Count the samples of each source among samples `first` up to `end` of a training set; return [sources] int64."""
+    dataset = unwrap(dataset)
+    if not isinstance(dataset, MixDataset):
+        return draw_counts(getattr(dataset, "dataset_index", None), first, end, sources)
+    counts = np.zeros(sources, np.int64)
+    for mix, mix_end in mix_ends(dataset.mixes, len(dataset)):
+        begin, stop = max(first, mix.first_sample) - mix.first_sample, min(end, mix_end) - mix.first_sample
+        if begin < stop:
+            counts[list(mix.sources)] += draw_counts(mix.source_index, begin, stop, len(mix.sources))
+    return counts

@@ -1,6 +1,6 @@
-"""Counts of the samples that a run draws from each of its sources.
+"""Count the samples that a run draws from each source.
 
-Everything here is arithmetic: missing data are reported before a rank starts, and all ranks request the same.
+Counting opens no file: too little data is reported before a rank starts, and all ranks request the same numbers.
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ from megatron_fanformer.data.token_files import whole_samples
 from megatron_fanformer.errors import InputError, redacted
 from megatron_fanformer.terminal import plural
 
-# megatron-core requests more of each source of a blend than its share: half a percent, rounded up twice.
+# Of each source of a blend, megatron-core requests half a percent more than the source's share, rounded up twice.
 SURPLUS_FACTOR, SURPLUS_SAMPLES = 1.005, 3
 
 Sizes = dict[int, int | None]
-"""Samples by part; None: one epoch."""
+"""The number of samples of each part; None: one epoch."""
 
 
 class SampleCounts:
-    """The counts of samples of one sequence length."""
+    """Counts of samples of one sequence length, in the checked data of a run."""
 
     def __init__(self, data: CheckedData, seq_length: int) -> None:
         self._data, self._seq_length = data, seq_length
@@ -31,14 +31,14 @@ class SampleCounts:
     def check(
         self, config: DataConfig, *, train_samples: int, valid_samples: int | None, mixes: Sequence[Mix] = ()
     ) -> None:
-        """Raise InputError where a set has no whole sample, or a split leaves a part without documents."""
+        """Raise InputError if a set has no whole sample, or if a split leaves a part without documents."""
         train = self._data.train
         if config.split is not None:
-            for sizes in self.built_together(train, {TRAIN: train_samples, VALIDATION: valid_samples}):
-                self.of_pairs(train, sizes, is_split=True)
+            for sizes in self.group_parts(train, {TRAIN: train_samples, VALIDATION: valid_samples}):
+                self.pair_sizes(train, sizes, is_split=True)
         elif len(mixes) > 1:
             for mix in mixes:
-                self.of_mix(mix.blend)
+                self.mix_weights(mix.blend)
         else:
             self._check_blend(train, TRAIN, train_samples)
         for blend in self._data.valid.values():
@@ -46,33 +46,33 @@ class SampleCounts:
 
     def _check_blend(self, blend: Blend, part: int, size: int | None) -> None:
         if not any(source.is_npy for source in blend.sources):
-            self.of_pairs(blend, {part: size}, is_split=False)
+            self.pair_sizes(blend, {part: size}, is_split=False)
         elif len(blend.sources) > 1:
-            *_, shares = self.of_mixed(blend, size)
+            *_, shares = self.mixed_sizes(blend, size)
             for source, share in zip(blend.sources, shares, strict=True):
                 self._check_blend(Blend([source], None), part, share)
         else:
             whole_samples(self._data.files(blend.sources[0]), self._seq_length)
 
     def epoch_samples(self, config: DataConfig, blend: Blend) -> list[float]:
-        """Return the samples of an epoch of each source of a training mix: of a split, those of its training part."""
+        """Return the samples in an epoch of each source of a training mix; with a split, of its training part."""
         if config.split is None:
-            return [self.epoch_of(source) for source in blend.sources]
+            return [self.source_epoch_samples(source) for source in blend.sources]
         return [self._tokens(source, TRAIN, is_split=True) / self._seq_length for source in blend.sources]
 
     def repeats_pairs(self, config: DataConfig, *, train_samples: int) -> bool:
-        """Return whether training may read a pair more than once: its order then depends on the number of samples.
+        """Return whether training may read a pair more than once, so that its order depends on the number of samples.
 
-        megatron-core shuffles all epochs of a pair together. (Those of .npy files are shuffled one by one.) In doubt,
-        within a hundredth of an epoch, it is true.
+        The reason is that megatron-core shuffles all epochs of a pair together. Epochs of .npy files are shuffled one
+        by one. In doubt, within a hundredth of an epoch, the answer is True.
         """
         blend, is_split = self._data.train, config.split is not None
         if any(source.is_npy for source in blend.sources):
-            weights: list[float] | None = self.of_mixed(blend, train_samples)[0]
+            weights: list[float] | None = self.mixed_sizes(blend, train_samples)[0]
         else:
-            weights, _ = self.of_pairs(blend, {TRAIN: train_samples}, is_split=is_split)
+            weights, _ = self.pair_sizes(blend, {TRAIN: train_samples}, is_split=is_split)
         if weights is None and len(blend.sources) > 1:
-            return False  # one epoch of each suffices
+            return False  # one epoch of each pair suffices
         shares = np.array(weights or [1.0]) / sum(weights or [1.0]) * train_samples
         if len(shares) > 1:
             shares = shares * SURPLUS_FACTOR + SURPLUS_SAMPLES
@@ -82,27 +82,27 @@ class SampleCounts:
             if not source.is_npy
         )
 
-    def epoch_of(self, source: Source) -> float:
-        """Return the samples of an epoch; for a source too short for one, the fraction of a sample that it fills."""
+    def source_epoch_samples(self, source: Source) -> float:
+        """Return the samples in an epoch of a source; for a pair too short for a sample, the fraction that it fills."""
         if source.is_npy:
             return sum(file.tokens // self._seq_length for file in self._data.files(source))
         tokens = self._data.pair(source).tokens
         return (tokens - 1) // self._seq_length or tokens / self._seq_length
 
-    def of_mixed(self, blend: Blend, size: int | None) -> tuple[list[float], int, list[int]]:
-        """Return weights, size, and the most samples that are requested of each source, of pairs and .npy files.
+    def mixed_sizes(self, blend: Blend, size: int | None) -> tuple[list[float], int, list[int]]:
+        """Return the weights of a blend with .npy files, its size, and the number of samples to build of each source.
 
-        Without weights, sources count by their samples.
+        `size` None means one epoch. Without weights, sources are weighted by the samples in their epochs.
         """
-        epochs = [self.epoch_of(source) for source in blend.sources]
+        epochs = [self.source_epoch_samples(source) for source in blend.sources]
         total = int(sum(epochs)) if size is None else size
         weights = np.array(blend.weights or epochs) / sum(blend.weights or epochs)
-        # The blend always draws from the source furthest behind its share, so never more than one sample beyond it.
+        # megatron-core's blend draws from the source furthest behind its share, so at most one sample beyond a share.
         return weights.tolist(), total, [int(weight * total) + 1 for weight in weights]
 
-    def of_mix(self, blend: Blend) -> list[float]:
-        """Return the weights of one of several mixes, as megatron-core has them where it is the only one of a run."""
-        epochs = [self.epoch_of(source) for source in blend.sources]
+    def mix_weights(self, blend: Blend) -> list[float]:
+        """Return the weights that megatron-core would use for a mix. Raises InputError without a whole sample."""
+        epochs = [self.source_epoch_samples(source) for source in blend.sources]
         for source, epoch in zip(blend.sources, epochs, strict=True):
             if epoch < 1 or (not source.is_npy and self._data.pair(source).tokens <= self._seq_length):
                 raise InputError(
@@ -110,24 +110,25 @@ class SampleCounts:
                     "run in stages must; join it with others, or leave it out"
                 )
         if any(source.is_npy for source in blend.sources):
-            return self.of_mixed(blend, None)[0]
+            return self.mixed_sizes(blend, None)[0]
         if blend.weights is None:
             return [float(epoch) for epoch in epochs]
         stated = np.array(blend.weights, np.float64)
-        return (stated / np.sum(stated)).tolist()  # megatron-core's arithmetic: the last bits decide between equal ones
+        # By megatron-core's arithmetic: if two sources are equally far behind their shares, the last bit decides.
+        return (stated / np.sum(stated)).tolist()
 
-    def built_together(self, blend: Blend, sizes: Sizes) -> list[Sizes]:
-        """Return which parts of a split megatron-core's builder takes together, with the same weights.
+    def group_parts(self, blend: Blend, sizes: Sizes) -> list[Sizes]:
+        """Divide the parts of a split into groups that megatron-core's builder builds with the same weights.
 
-        Where validation alone takes more than an epoch, and so needs weights, training is built for itself: its order
-        is not to depend on how much is validated.
+        If only validation takes more than an epoch, and so needs weights, training gets a group of its own: its order
+        must not depend on the amount of validation.
         """
-        weights = {part: self.of_pairs(blend, {part: size}, is_split=True)[0] for part, size in sizes.items()}
+        weights = {part: self.pair_sizes(blend, {part: size}, is_split=True)[0] for part, size in sizes.items()}
         if weights[TRAIN] is None and weights[VALIDATION] is not None:
             return [{part: size} for part, size in sizes.items()]
         return [sizes]
 
-    def of_pairs(self, blend: Blend, sizes: Sizes, *, is_split: bool) -> tuple[list[float] | None, list[int | None]]:
+    def pair_sizes(self, blend: Blend, sizes: Sizes, *, is_split: bool) -> tuple[list[float] | None, list[int | None]]:
         """Return weights and, by part, numbers of samples, as megatron-core's builder takes them for a blend of pairs.
 
         `sizes` states how many samples to build of which parts. Without a split it has one part, made of all documents.
@@ -160,7 +161,7 @@ class SampleCounts:
         return has_short_pair or (size is not None and size > self._samples(tokens))
 
     def _tokens(self, source: Source, part: int, *, is_split: bool) -> int:
-        """Return the tokens of a pair in a part of a split, or in all of it."""
+        """Return the tokens of a pair in a part of a split, or in the whole pair. Raises InputError if it has none."""
         pair = self._data.pair(source)
         tokens = pair.part_tokens[part] if is_split else pair.tokens
         if not tokens:
@@ -171,8 +172,8 @@ class SampleCounts:
         return tokens
 
     def _samples(self, tokens: list[int]) -> int:
-        """Return the whole samples in one epoch: each is seq_length tokens, and one more as its last label."""
-        samples = sum((count - 1) // self._seq_length for count in tokens)
+        """Return the whole samples in an epoch of pairs with so many tokens. Raises InputError if there are none."""
+        samples = sum((count - 1) // self._seq_length for count in tokens)  # the last label is one token more
         if not samples:
             raise InputError(
                 f"{sum(tokens)} tokens do not make a whole sample of {self._seq_length} and its last label;"

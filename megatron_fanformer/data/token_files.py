@@ -1,9 +1,9 @@
 """Token files: Megatron's pairs of a .bin and an .idx file, and the paper's .npy files.
 
-The .bin file of a pair holds the tokens; the index is a header of 34 bytes (magic, version, dtype code, sequence count,
-document count), then the lengths (int32) and byte pointers (int64) of the sequences, and the document bounds (int64):
-the sequences at which documents begin, and their number at the end. `prepare` makes every document one sequence;
-Megatron-LM's own tools may not. The .npy files hold little-endian ids and nothing else, not even NumPy's header.
+The .bin file of a pair holds the tokens. Its index, the .idx file, has a header of 34 bytes (magic, version, dtype
+code, sequence count, document count); the lengths (int32) and the byte pointers (int64) of the sequences; and the
+document bounds (int64): the first sequence of each document, and at the end the number of sequences. `prepare` writes
+a document as one sequence; Megatron-LM's own tools may write several. A .npy file holds little-endian ids alone.
 """
 
 import functools
@@ -16,16 +16,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megatron_fanformer.data.manifest import MANIFEST_SUFFIX, manifest_of, read_manifest, record_of
+from megatron_fanformer.data.manifest import MANIFEST_SUFFIX, find_record, manifest_for_file, read_manifest
 from megatron_fanformer.data.remote_files import (
     RemoteFile,
     copy_to,
-    find,
-    folder_of,
+    find_file,
+    hold_folder,
     look_up,
-    only_one_at_a_time,
-    optional_contents,
-    side_by_side,
+    map_in_threads,
+    read_small_files,
+    version_folder,
 )
 from megatron_fanformer.errors import CorruptError, InputError, redacted
 from megatron_fanformer.stores import is_url, reported_as_local
@@ -37,16 +37,14 @@ NUMPY_MAGIC = b"\x93NUMPY"
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 INDEX_HEADER = struct.Struct("<9sQBQQ")
 INDEX_VERSION = 1
-# The integers of megatron-core's DType by their code in the header; 6 and 7 are of floats, which no token ids are.
+# The integer types of megatron-core's DType, by their code in the header; 6 and 7 are floats.
 DTYPES = {code: np.dtype(name) for code, name in {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}.items()}
-# From this vocabulary size on megatron-core's DType.optimal_dtype picks int32.
-UINT16_VOCABULARY = 65_500
-CHECKED_ENTRIES = 1 << 20  # of an index at a time: some 30 MB of memory
+CHECKED_ENTRIES = 1 << 20  # of an index, checked at a time: some 30 MB of memory
 UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 
 
 def bin_path(prefix: str) -> Path:
-    """Return the path of a prefix's tokens."""
+    """Return the path of a prefix's .bin file."""
     return Path(prefix + BIN_SUFFIX)
 
 
@@ -61,24 +59,24 @@ def npy_prefix(path: str) -> str:
 
 
 def token_dtype(vocab_size: int) -> str:
-    """Return the token type for a vocabulary, by megatron-core's rule."""
-    return "uint16" if vocab_size < UINT16_VOCABULARY else "int32"
+    """Return the token type for a vocabulary, by the rule of megatron-core's DType.optimal_dtype."""
+    return "uint16" if vocab_size < 65_500 else "int32"
 
 
 # -- token ids below the vocabulary size
 
 
 def refuse_stated_ids(prefix: str, suffix: str, size: int, vocab_size: int) -> None:
-    """Raise InputError if the manifest of a file of `size` bytes states an id outside [0, vocab_size).
+    """Raise InputError if the manifest of a file of `size` bytes states an id that is not below `vocab_size`.
 
-    Without a manifest, and with one of another file, ids are checked where they are read.
+    Without a manifest of the file, ids are checked as they are read.
     """
-    stated = manifest_of(prefix, suffix, size)
-    refuse_largest_id(stated[1].max_token_id if stated else None, vocab_size, prefix)
+    if (stated := manifest_for_file(prefix, suffix, size)) is not None:
+        refuse_largest_id(stated[1].max_token_id, vocab_size, prefix)
 
 
 def refuse_largest_id(largest: int | None, vocab_size: int, name: str) -> None:
-    """Raise InputError, naming `name`, if the largest id that a manifest states is outside [0, vocab_size)."""
+    """Raise InputError if the largest id that the manifest of file `name` states is not below `vocab_size`."""
     if largest is not None and largest >= vocab_size:
         raise InputError(
             f"{name} holds token id {largest}, outside the vocabulary of {vocab_size};"
@@ -87,10 +85,10 @@ def refuse_largest_id(largest: int | None, vocab_size: int, name: str) -> None:
 
 
 def refuse_ids_read(ids: np.ndarray, vocab_size: int, file: Path | str, first: int) -> None:
-    """Raise CorruptError, with the first of them and its place, if ids that were read are not below `vocab_size`.
+    """Raise CorruptError, naming the first wrong id and its place, if an id is negative or not below `vocab_size`.
 
-    Under tensor parallelism nothing else would notice: each rank takes an id outside its part of the embedding for
-    another's. `ids` are [t] as they are stored, `first` is the number of the first in `file`, counted from 0.
+    Under tensor parallelism nothing else would notice: a rank assumes that any id outside its part of the embedding
+    belongs to another rank's part. `ids` are [t] in the file's type, from token number `first` of `file` on.
     """
     unsigned = ids.view(UNSIGNED[ids.itemsize])  # a negative id is a large one
     if not len(ids) or unsigned.max() < vocab_size:
@@ -107,49 +105,49 @@ def refuse_ids_read(ids: np.ndarray, vocab_size: int, file: Path | str, first: i
 
 @dataclass(frozen=True)
 class TokenIndex:
-    """The index of a pair, with every entry checked; its arrays are mapped on first use."""
+    """The checked index of a pair. The arrays are memory maps, made at each access."""
 
     prefix: str
     dtype: np.dtype[Any] = DTYPES[8]
-    """Type of the tokens."""
+    """The type of the token ids."""
     sequences: int = 0
     documents: int = 0
     tokens: int = 0
     identity: str = ""
-    """Type, counts and a checksum of the lengths: all that sample indices depend on."""
+    """Type, counts and a checksum of the lengths: everything that sample indices depend on."""
     part_tokens: dict[int, int] = field(default_factory=dict)
-    """The tokens of each requested part, by its number."""
+    """The number of tokens in each requested part, by the part's number."""
     copy: str | None = None
-    """The prefix of the copy of its index on this machine, where the pair is on another store and its prefix a URL."""
+    """For a pair on another store: the prefix of the local copy of the index."""
     remote: RemoteFile | None = None
-    """The .bin file of such a pair."""
+    """For a pair on another store: the .bin file."""
 
     @property
     def idx(self) -> Path:
-        """Return the path of the index, or of its copy."""
+        """Return the path of the index, or of its local copy."""
         return idx_path(self.copy or self.prefix)
 
     @property
     def lengths(self) -> np.ndarray:
-        """Return [sequences] int32, tokens of each sequence."""
-        return _mapped(self.idx, np.int32, INDEX_HEADER.size, self.sequences)
+        """Return the number of tokens in each sequence, [sequences] int32."""
+        return _map_array(self.idx, np.int32, INDEX_HEADER.size, self.sequences)
 
     @property
     def pointers(self) -> np.ndarray:
-        """Return [sequences] int64, the byte of the .bin file at which each sequence begins."""
-        return _mapped(self.idx, np.int64, INDEX_HEADER.size + 4 * self.sequences, self.sequences)
+        """Return the byte of the .bin file at which each sequence begins, [sequences] int64."""
+        return _map_array(self.idx, np.int64, INDEX_HEADER.size + 4 * self.sequences, self.sequences)
 
     @property
     def bounds(self) -> np.ndarray:
-        """Return [documents + 1] int64, the first sequence of each document, and the number of sequences."""
-        return _mapped(self.idx, np.int64, INDEX_HEADER.size + (4 + 8) * self.sequences, self.documents + 1)
+        """Return the first sequence of each document, and the number of sequences, [documents + 1] int64."""
+        return _map_array(self.idx, np.int64, INDEX_HEADER.size + (4 + 8) * self.sequences, self.documents + 1)
 
     def refuse_stated_ids(self, vocab_size: int) -> None:
-        """Raise InputError if the pair's manifest states an id outside [0, vocab_size)."""
+        """Raise InputError if the pair's manifest states an id that is not below `vocab_size`."""
         refuse_stated_ids(self.prefix, BIN_SUFFIX, self.tokens * self.dtype.itemsize, vocab_size)
 
 
-def _mapped(path: Path, dtype: type, first_byte: int, count: int) -> np.ndarray:
+def _map_array(path: Path, dtype: type, first_byte: int, count: int) -> np.ndarray:
     return np.memmap(path, dtype, mode="r", offset=first_byte, shape=(count,)) if count else np.empty(0, dtype)
 
 
@@ -173,36 +171,36 @@ def read_index(
     for path in (bin_path(prefix), idx_path(prefix)):
         if not path.is_file():
             raise InputError(f"{path} does not exist; name the prefix of a .bin and .idx pair")
-    return _checked(TokenIndex(prefix), bin_path(prefix).stat().st_size, parts)
+    return _check_entries(TokenIndex(prefix), bin_path(prefix).stat().st_size, parts)
 
 
 def _read_remote_index(prefix: str, parts: Mapping[int, tuple[float, float]] | None, cache: Path | None) -> TokenIndex:
-    """Copy the index of a pair on another store, and read it. megatron-core finds a .bin file of one byte beside it."""
+    """Copy the index of a pair on another store into `cache`, and read the copy; see `read_index`."""
     tokens, index = look_up([prefix + ".bin", prefix + ".idx"])
     if tokens is None or index is None:
         path = redacted(prefix + (".bin" if tokens is None else ".idx"))
         raise InputError(f"{path} does not exist; name the prefix of a .bin and .idx pair, or a folder, ending in /")
     if cache is None:
         raise InputError(f"{redacted(prefix)} is on another store, and its index is copied; set data.cache_path")
-    folder = folder_of(cache / "remote", index.identity)
+    folder = version_folder(cache / "remote", index.identity)
     copy = str(folder / prefix.rpartition("/")[2])
     index_copy, stand_in = idx_path(copy), bin_path(copy)
-    with only_one_at_a_time(folder):
+    with hold_folder(folder):
         if index.version is None or not index_copy.is_file() or index_copy.stat().st_size != index.size:
             copy_to(index, index_copy)
         if not stand_in.is_file():
             with reported_as_local(folder):
-                stand_in.write_bytes(b"0")  # not of the size that it has there: reading it must fail
+                stand_in.write_bytes(b"0")  # megatron-core requires the file; to read tokens from it must fail
     try:
-        return _checked(TokenIndex(prefix, copy=copy, remote=tokens), tokens.size, parts)
+        return _check_entries(TokenIndex(prefix, copy=copy, remote=tokens), tokens.size, parts)
     except CorruptError as error:
-        index_copy.unlink(missing_ok=True)  # should only the copy be damaged
+        index_copy.unlink(missing_ok=True)  # in case only the copy is damaged
         raise CorruptError(str(error).replace(str(index_copy), index.path)) from None
 
 
-def _checked(index: TokenIndex, bin_bytes: int, parts: Mapping[int, tuple[float, float]] | None) -> TokenIndex:
-    """Read header and entries of an index, and return it with its facts."""
-    index = _with_header(index)
+def _check_entries(index: TokenIndex, bin_bytes: int, parts: Mapping[int, tuple[float, float]] | None) -> TokenIndex:
+    """Check an index and the size of its .bin file, and return the index with its counts; see `read_index`."""
+    index = _read_header(index)
     lengths, pointers, bounds, width = index.lengths, index.pointers, index.bounds, index.dtype.itemsize
     checksum, end, part_tokens = 0, 0, dict.fromkeys(parts or {}, 0)
     for first in range(0, len(lengths), CHECKED_ENTRIES):
@@ -225,9 +223,10 @@ def _checked(index: TokenIndex, bin_bytes: int, parts: Mapping[int, tuple[float,
     if (bounds[0], bounds[-1]) != (0, len(lengths)):
         stated = f"the first document bound is {bounds[0]}, the last {bounds[-1]}"
         raise _corrupt(index.idx, f"{stated}, not 0 and {len(lengths)}")
-    least = 1 if index.documents == len(lengths) else 0  # an empty document repeats a bound; else each is one sequence
+    # An empty document repeats a bound, but with as many documents as sequences every document is one sequence.
+    least_step = 1 if index.documents == len(lengths) else 0
     for first in range(0, index.documents, CHECKED_ENTRIES):
-        if len(wrong := np.flatnonzero(np.diff(bounds[first : first + CHECKED_ENTRIES + 1]) < least)):
+        if len(wrong := np.flatnonzero(np.diff(bounds[first : first + CHECKED_ENTRIES + 1]) < least_step)):
             number = first + int(wrong[0]) + 1
             raise _corrupt(index.idx, f"document bound {number} is {bounds[number]}, after {bounds[number - 1]}")
     tokens = bin_bytes // width
@@ -235,8 +234,8 @@ def _checked(index: TokenIndex, bin_bytes: int, parts: Mapping[int, tuple[float,
     return replace(index, tokens=tokens, identity=identity, part_tokens=part_tokens)
 
 
-def _with_header(index: TokenIndex) -> TokenIndex:
-    """Return an index with the token type and the counts of its header, which fit its size."""
+def _read_header(index: TokenIndex) -> TokenIndex:
+    """Return an index with the type and the counts in its header. Raises CorruptError if they are wrong."""
     path = index.idx
     size = path.stat().st_size
     with path.open("rb") as stream:
@@ -260,12 +259,12 @@ def _with_header(index: TokenIndex) -> TokenIndex:
     return replace(index, dtype=DTYPES[code], sequences=sequences, documents=bounds - 1)
 
 
-def _corrupt(path: Path | str, what: str) -> CorruptError:
-    return CorruptError(f"{path}: {what}; copy both files of the pair again, or prepare them again")
+def _corrupt(path: Path | str, problem: str) -> CorruptError:
+    return CorruptError(f"{path}: {problem}; copy both files of the pair again, or prepare them again")
 
 
 class PairReader:
-    """The tokens of a pair whose index was checked; takes the place of IndexedDataset in megatron-core's GPTDataset."""
+    """Reads the tokens of a pair with a checked index, in place of IndexedDataset in megatron-core's GPTDataset."""
 
     def __init__(self, index: TokenIndex, vocab_size: int) -> None:
         self._vocab_size, self._dtype, self._remote = vocab_size, index.dtype, index.remote
@@ -273,15 +272,15 @@ class PairReader:
         self._tokens = None if index.remote else np.memmap(bin_path(index.prefix), index.dtype, mode="r")
         self._pointers, self._end = index.pointers, index.tokens * index.dtype.itemsize
 
-    def place(self, sequence: int) -> tuple[int, int]:
+    def locate(self, sequence: int) -> tuple[int, int]:
         """Return the number of a sequence's first token in the .bin file, and its length in tokens."""
         begin, *rest = self._pointers[sequence : sequence + 2].tolist()
         end = rest[0] if rest else self._end
         return begin // self._dtype.itemsize, (end - begin) // self._dtype.itemsize
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Return [length] tokens of sequence `idx` from its token `offset` on; None: all that follow."""
-        begin, whole = self.place(int(idx))
+        """Return tokens of sequence `idx` from its token `offset` on, [length]; without a length, up to its end."""
+        begin, whole = self.locate(int(idx))
         first = begin + offset
         count = whole - offset if length is None else int(length)
         if self._remote is not None:
@@ -298,77 +297,77 @@ class PairReader:
 
 @dataclass(frozen=True)
 class NpyFile:
-    """One .npy file of token ids, which is read in place."""
+    """One .npy file of token ids."""
 
     path: str
     dtype: np.dtype[Any]
     tokens: int
     max_token_id: int | None
-    """The largest token id by its manifest; None where it has none."""
+    """The largest token id that the manifest states; None without a manifest."""
     remote: RemoteFile | None = None
-    """The file, if it is on another store and `path` a URL."""
+    """The file, if `path` is a URL."""
 
     def read(self, first: int, count: int) -> np.ndarray:
-        """Return [count] tokens from number `first` on."""
+        """Return `count` tokens, [count], from token number `first` on."""
         if self.remote is not None:
             return self.remote.values(self.dtype, first, count)
-        return self._mapped[first : first + count]
+        return self._array[first : first + count]
 
     @functools.cached_property
-    def _mapped(self) -> np.ndarray:
+    def _array(self) -> np.ndarray:
         return np.memmap(self.path, self.dtype, mode="r")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_mapped"}
+        return {name: value for name, value in self.__dict__.items() if name != "_array"}
 
 
 def open_npy_files(paths: Iterable[str], dtype: NpyType) -> list[NpyFile]:
-    """Check each file; `dtype` is the type of those that have no manifest beside them.
+    """Check .npy files, and return them in order; `dtype` is the type of ids in files without a manifest.
 
-    Raises InputError, and CorruptError for a file that ends within a token, or of another size than its manifest says.
+    Raises InputError, or CorruptError if a file ends within a token, or if its size contradicts its manifest.
     """
     paths = list(paths)
     urls = [path for path in paths if is_url(path)]
     look_up(urls)
-    optional_contents(npy_prefix(url) + MANIFEST_SUFFIX for url in urls)
+    read_small_files(npy_prefix(url) + MANIFEST_SUFFIX for url in urls)
     if urls:
-        return side_by_side(lambda path: _open_npy(path, dtype), paths)
+        return map_in_threads(lambda path: _open_npy(path, dtype), paths)
     return [_open_npy(path, dtype) for path in paths]
 
 
-def _open_npy(path: str, stated: NpyType) -> NpyFile:
-    remote = find(path) if is_url(path) else None
+def _open_npy(path: str, default: NpyType) -> NpyFile:
+    remote = find_file(path) if is_url(path) else None
     if remote is None and not Path(path).is_file():
         raise InputError(f"{redacted(path)} does not exist; name .npy files of token ids")
     if remote is not None:
-        size, begin = remote.size, remote.read(min(len(NUMPY_MAGIC), remote.size), 0)
+        size, first_bytes = remote.size, remote.read(min(len(NUMPY_MAGIC), remote.size), 0)
     else:
         size = Path(path).stat().st_size
         with open(path, "rb") as stream:
-            begin = stream.read(len(NUMPY_MAGIC))
-    if begin == NUMPY_MAGIC:
+            first_bytes = stream.read(len(NUMPY_MAGIC))
+    if first_bytes == NUMPY_MAGIC:
         raise InputError(
             f"{redacted(path)} has NumPy's own header, token files are ids alone; write the ids to another file with "
             "numpy.load(FILE).astype('<u4').tofile(OTHER), and set data.npy_dtype: uint32"
         )
-    dtype, largest = _by_manifest(path, size) or (stated, None)
-    kind = np.dtype(dtype).newbyteorder("<")
-    if size % kind.itemsize:
+    type_name, largest = _read_npy_manifest(path, size) or (default, None)
+    dtype = np.dtype(type_name).newbyteorder("<")
+    if size % dtype.itemsize:
         raise CorruptError(
-            f"{path} holds {size} bytes, not a multiple of {kind.itemsize}, a token of {dtype}; copy it again, or"
+            f"{path} holds {size} bytes, not a multiple of {dtype.itemsize}, a token of {type_name}; copy it again, or"
             " set data.npy_dtype to its type"
         )
-    return NpyFile(path, kind, size // kind.itemsize, largest, remote)
+    return NpyFile(path, dtype, size // dtype.itemsize, largest, remote)
 
 
-def _by_manifest(path: str, size: int) -> tuple[str, int] | None:
-    """Return the type of the ids and the largest of them, by the manifest beside a file; None where there is none."""
+def _read_npy_manifest(path: str, size: int) -> tuple[str, int] | None:
+    """Return the type of the ids and the largest id that a .npy file's manifest states; None without a manifest."""
     prefix = npy_prefix(path)
     manifest = read_manifest(prefix)
     if manifest is None:
         return None
-    record = record_of(prefix, manifest)
-    if record is None:  # it would say the type, which is not to be guessed where it was renamed with its file
+    record = find_record(prefix, manifest)
+    if record is None:  # perhaps file and manifest were renamed; do not guess the type, which the manifest states
         raise InputError(
             f"{redacted(prefix)}{MANIFEST_SUFFIX} is of files of another name, and not of {redacted(path)}; give both"
             " the name that it states, or remove it and set data.npy_dtype to the file's type"
@@ -385,7 +384,7 @@ def _by_manifest(path: str, size: int) -> tuple[str, int] | None:
 
 
 def whole_samples(files: Sequence[NpyFile], seq_length: int) -> int:
-    """Return the samples of one epoch, each a run of tokens of one file. Raises InputError if there is none."""
+    """Count the samples in one epoch of .npy files; none crosses files. Raises InputError if there is no sample."""
     samples = sum(file.tokens // seq_length for file in files)
     if not samples:
         raise InputError(

@@ -14,16 +14,16 @@ TOKENIZER_JSON, TOKENIZER_MODEL = "tokenizer.json", "tokenizer.model"  # their u
 TOKENIZER_CONFIG, GENERATION_CONFIG = "tokenizer_config.json", "generation_config.json"
 CHAT_TEMPLATE_JINJA = "chat_template.jinja"
 END_OF_TEXT = "<|endoftext|>"
-# Names of the special piece that ends a document, the most likely first.
+# Usual names of the special piece that ends a document, the most likely first.
 END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
 SHOWN_PIECES = 8
-# sentencepiece's own mark for a space. A literal one in the text would come back as a space.
+# sentencepiece's mark for a space. The same character in a text would be decoded as a space.
 SPACE_MARK = "\u2581"
-NO_ID = -1  # in place of one that a tokenizer does not have, as sentencepiece has it
+NO_ID = -1  # stands for a missing id, as in sentencepiece
 
 
 class SentencePieceTokenizer:
-    """A sentencepiece model. With byte fallback and no normalisation (as trained here) it is exact."""
+    """A sentencepiece model. With byte fallback and no normalization, as trained here, every text decodes exactly."""
 
     eod_id = NO_ID
     eod_source: str | None = None
@@ -34,20 +34,20 @@ class SentencePieceTokenizer:
         self.path = path
         self._processor: Any = sentencepiece.SentencePieceProcessor(model_file=str(path))
         self.vocab_size: int = self._processor.vocab_size()  # one more than the largest id
-        self.own_end: int = self._processor.eos_id()
+        self.default_eod_id: int = self._processor.eos_id()
         self._mark_ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
         self._has_byte_fallback = all(map(self._processor.is_byte, self._mark_ids))
 
     @property
     def special_pieces(self) -> list[str]:
-        """Return control and byte pieces, and the unknown one."""
+        """Return the control pieces, the byte pieces and the unknown piece."""
         model = self._processor
         kinds = (model.is_control, model.is_unknown, model.is_byte)
         return [model.id_to_piece(id) for id in range(self.vocab_size) if any(is_kind(id) for is_kind in kinds)]
 
     @cached_property
     def special_ids(self) -> dict[str, int]:
-        """Return the ids of control pieces, by their texts."""
+        """Return the id of each control piece, by the piece."""
         model = self._processor
         return {model.id_to_piece(id): id for id in range(self.vocab_size) if model.is_control(id)}
 
@@ -56,12 +56,12 @@ class SentencePieceTokenizer:
         return str(self._processor.id_to_piece(id))
 
     def id_of(self, piece: str) -> int | None:
-        """Return the id of a piece; None where there is none."""
+        """Return the id of a piece; None if there is none."""
         id = int(self._processor.piece_to_id(piece))
         return id if self.piece(id) == piece else None
 
     def cut_at_special(self, text: str) -> list[str | int]:
-        """Cut `text` at its control pieces, which sentencepiece never finds in a text."""
+        """Return the texts between control pieces in `text`, and the pieces' ids; sentencepiece ignores such pieces."""
         if not self.special_ids:
             return [text] if text else []
         longest_first = sorted(map(re.escape, self.special_ids), key=len, reverse=True)
@@ -69,7 +69,7 @@ class SentencePieceTokenizer:
         return [self.special_ids.get(part, part) for part in parts if part]
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`; a literal U+2581 is encoded as its bytes, since the model's piece means a space."""
+        """Return the ids of `text`. U+2581 is encoded as its bytes, since the model's piece of this name is a space."""
         if SPACE_MARK not in text or not self._has_byte_fallback:
             return list(self._processor.encode(text))
         first, *others = text.split(SPACE_MARK)
@@ -84,14 +84,14 @@ class SentencePieceTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`; control pieces, including the end of text, have none."""
+        """Return the text of `ids`, without control pieces such as the end of text."""
         return str(self._processor.decode(list(ids)))
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json`. Special pieces that a text contains literally are recognised, as the library does."""
+    """A `tokenizer.json`. As in the library, special pieces in a text become their ids."""
 
-    eod_id = own_end = NO_ID
+    eod_id = default_eod_id = NO_ID
     eod_source: str | None = None
 
     def __init__(self, path: Path) -> None:
@@ -99,7 +99,7 @@ class HuggingFaceTokenizer:
 
         self.path = path
         self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
-        # The file may carry settings meant for batches of fixed length; documents must stay whole.
+        # The file may ask for texts of a fixed length; documents must stay whole.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
@@ -112,7 +112,7 @@ class HuggingFaceTokenizer:
 
     @property
     def special_ids(self) -> dict[str, int]:
-        """Return the ids of added tokens that are special, by their texts."""
+        """Return the id of each special added token, by its text."""
         return {token.content: id for id, token in self._added if token.special}
 
     def piece(self, id: int) -> str:
@@ -120,23 +120,23 @@ class HuggingFaceTokenizer:
         return str(self._tokenizer.id_to_token(id))
 
     def id_of(self, piece: str) -> int | None:
-        """Return the id of a piece; None where there is none."""
+        """Return the id of a piece; None if there is none."""
         id: int | None = self._tokenizer.token_to_id(piece)
         return id
 
     def cut_at_special(self, text: str) -> list[str | int]:
-        """Return `text` alone: the library finds special pieces itself."""
+        """Return `text` whole: the library itself finds special pieces."""
         return [text] if text else []
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`, without special tokens added."""
+        """Return the ids of `text`; no special token is added."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode each text, on this thread; raises InputError if the file's regular expression cannot be matched."""
+        """Encode each text, on this thread. Raises InputError if the library fails, as on some regular expressions."""
         ids = []
         for text in texts:
-            try:  # by the library's batches, of one: only for a batch does it release the GIL
+            try:  # a batch of one text, since the library releases the GIL for batches only
                 (encoded,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
             except (KeyboardInterrupt, SystemExit):
                 raise
@@ -150,7 +150,7 @@ class HuggingFaceTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`, special pieces written out."""
+        """Return the text of `ids`, including special pieces."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
@@ -160,10 +160,8 @@ Tokenizer = SentencePieceTokenizer | HuggingFaceTokenizer
 def load_tokenizer(path: str | Path, *, eod_id: int | None = None, needs_eod: bool = True) -> Tokenizer:
     """Read a sentencepiece `.model`, a Hugging Face `tokenizer.json` (by any name), or a folder with one.
 
-    A document ends with `eod_id`, or as `_end_of_text` finds it. A tokenizer without an end of text has NO_ID there, if
-    that is allowed by `needs_eod`.
-
-    Raises InputError for no such file, another format, no end of text, or an `eod_id` outside the vocabulary.
+    `eod_id` is the id that ends documents; None: find it, see `_end_of_text`. Raises InputError if there is no such
+    file, if it has another format, if `eod_id` is outside the vocabulary, or if no id is found and `needs_eod`.
     """
     file = tokenizer_file(path)
     try:
@@ -187,10 +185,10 @@ def load_tokenizer(path: str | Path, *, eod_id: int | None = None, needs_eod: bo
 
 
 def _end_of_text(tokenizer: Tokenizer, stated: int | None) -> tuple[int, str | None]:
-    """Return the id that ends a text and its source: an option, or a file beside the tokenizer.
+    """Return the id that ends a text, and what states it: the argument, or a file beside the tokenizer.
 
-    Without either (None) it is the special piece of the likeliest name, or sentencepiece's own. Other pieces are only
-    text: `</s>` is an HTML tag in Gemma's vocabularies.
+    If nothing states the id, return the special piece with the likeliest name, else the model's default, and None. An
+    ordinary piece of such a name does not count: `</s>` is an HTML tag in Gemma's vocabularies.
     """
     if stated is not None:
         if not 0 <= stated < tokenizer.vocab_size:
@@ -200,19 +198,20 @@ def _end_of_text(tokenizer: Tokenizer, stated: int | None) -> tuple[int, str | N
             )
         return stated, "eod_id"
     for file in (TOKENIZER_CONFIG, GENERATION_CONFIG):
-        config = read_beside(tokenizer.path.with_name(file))
+        config = read_json_config(tokenizer.path.with_name(file))
         token, ids = token_text(config.get("eos_token")), config.get("eos_token_id")
-        end = tokenizer.id_of(token) if token is not None else ids[0] if isinstance(ids, list) and ids else ids
+        first_id = ids[0] if isinstance(ids, list) and ids else ids
+        end = first_id if token is None else tokenizer.id_of(token)
         if type(end) is int and 0 <= end < tokenizer.vocab_size:
             return end, file
     for name in END_OF_TEXT_NAMES:
         if name in tokenizer.special_ids:
             return tokenizer.special_ids[name], None
-    return tokenizer.own_end, None
+    return tokenizer.default_eod_id, None
 
 
-def note_of_end(tokenizer: Tokenizer) -> list[str]:
-    """Return a line on an end of text that nothing states."""
+def end_of_text_notices(tokenizer: Tokenizer) -> list[str]:
+    """Return a notice if the end of text was chosen by its name or by default; else an empty list."""
     if tokenizer.eod_source is not None or tokenizer.eod_id == NO_ID:
         return []
     piece = tokenizer.piece(tokenizer.eod_id)
@@ -221,8 +220,8 @@ def note_of_end(tokenizer: Tokenizer) -> list[str]:
     ]
 
 
-def read_beside(file: Path) -> dict[str, Any]:
-    """Return the content of a tokenizer's configuration; empty where there is none. InputError if it is not JSON."""
+def read_json_config(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, or {} if there is no file or no object. Raises InputError if it is not JSON."""
     if not file.is_file():
         return {}
     try:
@@ -233,16 +232,15 @@ def read_beside(file: Path) -> dict[str, Any]:
 
 
 def token_text(stated: Any) -> str | None:
-    """Return a special token as `tokenizer_config.json` states it: its text, or an object with it."""
+    """Return the text of a special token in `tokenizer_config.json`, which states a text or an object; else None."""
     text = stated.get("content") if isinstance(stated, dict) else stated
     return text if isinstance(text, str) else None
 
 
 def tokenizer_file(path: str | Path) -> Path:
-    """Return the file that `load_tokenizer` reads for a path.
+    """Return the tokenizer's file at a path: of a folder `tokenizer.json`, `tokenizer.model` or the only `.model` file.
 
-    In a folder, `tokenizer.json` is taken, else `tokenizer.model`, else its only `.model` file. Raises InputError where
-    there is none, or it is of an unknown kind.
+    Raises InputError if there is no such file, or if its name does not end in .json or .model.
     """
     path = Path(path)
     if path.is_dir():
@@ -264,13 +262,13 @@ def tokenizer_file(path: str | Path) -> Path:
 def train_sentencepiece(
     texts: Iterable[str], model_prefix: str | Path, *, vocab_size: int = 8192, num_threads: int = 1
 ) -> Path:
-    """Train an exact byte-pair tokenizer and write `MODEL_PREFIX.model`; returns that path.
+    """Train an exact byte-pair tokenizer, write `MODEL_PREFIX.model`, and return the path.
 
-    decode(encode(x)) == x for every text: no normalisation, no added or removed space, byte fallback for the
-    characters that have no piece. Runs of white space and line ends may become pieces, for the sake of code.
-    The end-of-text piece, `<|endoftext|>`, is never matched inside a text.
+    Exact means that decode(encode(x)) == x for every text: no normalization, no added or removed spaces, and bytes for
+    characters without a piece. Runs of white space and line ends may become pieces, which helps with code. A text never
+    contains the end-of-text piece, `<|endoftext|>`.
 
-    sentencepiece holds all texts in memory, several times over. Raises InputError if they are too few.
+    sentencepiece holds several copies of the texts in memory. Raises InputError if the texts are too few.
     """
     import sentencepiece
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fanformer.data.batches import shared_batches
-from megatron_fanformer.data.remote_files import side_by_side
+from megatron_fanformer.data.remote_files import map_in_threads
 from megatron_fanformer.runtime.device import return_freed_memory
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.runtime.pipeline import Batches, run_schedule
@@ -223,7 +223,7 @@ def _micro_batches(
         tokens = np.zeros((len(rows), seq_length), dtype=np.int64)
         labels, loss_mask = np.zeros_like(tokens), np.zeros(tokens.shape, dtype=np.float32)
         present = rows[rows != EMPTY].tolist()
-        for position, (row, ids) in enumerate(zip(present, side_by_side(read, present), strict=True)):
+        for position, (row, ids) in enumerate(zip(present, map_in_threads(read, present), strict=True)):
             end = len(ids) - 1
             tokens[position, :end], labels[position, :end] = ids[:-1], ids[1:]
             loss_mask[position, end - scored[row] : end] = 1

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_fanformer.data.fingerprint import another_tokenizer
-from megatron_fanformer.data.manifest import Manifest, manifest_of
-from megatron_fanformer.data.remote_files import find, listed, side_by_side
+from megatron_fanformer.data.fingerprint import describe_other_tokenizer
+from megatron_fanformer.data.manifest import Manifest, manifest_for_file
+from megatron_fanformer.data.remote_files import find_file, list_files, map_in_threads
 from megatron_fanformer.data.token_files import (
     BIN_SUFFIX,
     NPY_SUFFIX,
@@ -185,8 +185,8 @@ def _find_files(path: str) -> list[str]:
     """Return the .npy files and the prefixes of pairs that a file, a prefix, a folder or a glob names."""
     if is_url(path):
         if path.endswith("/") or (path.endswith(NPY_SUFFIX) and glob.has_magic(path)):
-            return listed(path, NPY_SUFFIX)
-        return [path] if find(path if path.endswith(NPY_SUFFIX) else f"{path}.idx") is not None else []
+            return list_files(path, NPY_SUFFIX)
+        return [path] if find_file(path if path.endswith(NPY_SUFFIX) else f"{path}.idx") is not None else []
     if Path(path).is_dir() and not idx_path(path).exists():
         matches = [str(file) for file in Path(path).iterdir()]
     elif glob.has_magic(path) and not Path(path).exists():
@@ -232,7 +232,7 @@ def find_sets(
         )
         if tokenizer is not None:
             hashes = [manifest.tokenizer.sha256 for manifest in manifests if manifest]
-            if other := another_tokenizer(hashes, sha256_of(tokenizer.path), "the model's"):
+            if other := describe_other_tokenizer(hashes, sha256_of(tokenizer.path), "the model's"):
                 logger.warning(
                     "perplexity set %s was made with %s; unless both give the same ids, its perplexity says nothing",
                     name,
@@ -252,7 +252,7 @@ def _open_tokens(path: str, npy_dtype: NpyType) -> tuple[NpyFile, Manifest | Non
         name = f"{path}.bin" if is_url(path) else str(bin_path(path))
         file = NpyFile(name, index.dtype, index.tokens, None, index.remote)
     prefix, suffix = (npy_prefix(path), NPY_SUFFIX) if is_npy else (path, BIN_SUFFIX)
-    stated = manifest_of(prefix, suffix, file.tokens * file.dtype.itemsize)
+    stated = manifest_for_file(prefix, suffix, file.tokens * file.dtype.itemsize)
     if stated is None:
         return file, None
     return replace(file, max_token_id=stated[1].max_token_id), stated[0]
@@ -270,7 +270,7 @@ def _bytes_per_token(
         return None
     text_bytes = 0
     for first in range(0, len(chunks), CHUNKS_AT_ONCE):
-        for ids in side_by_side(perplexity_set.read, chunks[first : first + CHUNKS_AT_ONCE]):
+        for ids in map_in_threads(perplexity_set.read, chunks[first : first + CHUNKS_AT_ONCE]):
             has_text = (ids < tokenizer.vocab_size) & (ids != tokenizer.eod_id)
             text = tokenizer.decode(ids[1:][has_text[1:]].tolist())
             text_bytes += len(text.encode(errors="replace"))

@@ -14,7 +14,7 @@ from megatron_fanformer.data.chat_template import (
     Message,
     encode_chat,
     find_template,
-    refuse_spaces_between,
+    refuse_space_before_texts,
 )
 from megatron_fanformer.data.tokenizer import Tokenizer
 from megatron_fanformer.errors import InputError
@@ -40,7 +40,7 @@ def open_chat(config: ChatConfig) -> Iterator["Chat"]:
             f"{source.config.seq_length} tokens that the model was trained on; set it lower"
         )
     template = find_template(tokenizer.path, config.chat_template, eod_id=source.end_of_text_id)
-    refuse_spaces_between(tokenizer)
+    refuse_space_before_texts(tokenizer)
     with load_model(source.path) as model:
         yield Chat(model, tokenizer, template, config)
 

@@ -21,7 +21,7 @@ from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.training_state import load_weights
 from megatron_fanformer.convert.name_table import convert
 from megatron_fanformer.convert.recognition import RUNNABLE, checkpoint_of, recognize
-from megatron_fanformer.data.tokenizer import GENERATION_CONFIG, Tokenizer, load_tokenizer, read_beside
+from megatron_fanformer.data.tokenizer import GENERATION_CONFIG, Tokenizer, load_tokenizer, read_json_config
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.build import build_stages, sharded_state
 from megatron_fanformer.model.config import FANformerConfig
@@ -73,7 +73,7 @@ def find_model(checkpoint: Path, *, eod_id: int | None = None) -> ModelSource:
         is_bf16 = dtype == torch.bfloat16
     else:
         config = run_folder.saved_model(folder)
-        stated_id = read_beside(folder / GENERATION_CONFIG).get("eos_token_id")
+        stated_id = read_json_config(folder / GENERATION_CONFIG).get("eos_token_id")
         end_of_text_id = stated_id if type(stated_id) is int else None
         is_bf16 = run_folder.saved_config(folder).get("precision", {}).get("dtype") == "bf16"
     return ModelSource(

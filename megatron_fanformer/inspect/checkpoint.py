@@ -28,7 +28,7 @@ from megatron_fanformer.convert.name_table import Format, expected_shapes
 from megatron_fanformer.convert.recognition import Target
 from megatron_fanformer.convert.reference import open_reference
 from megatron_fanformer.convert.weight_files import weight_files
-from megatron_fanformer.data.chat_template import own_template
+from megatron_fanformer.data.chat_template import read_template
 from megatron_fanformer.data.fingerprint import fingerprint_from_plain
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.model.config import FANformerConfig
@@ -101,7 +101,7 @@ def text_facts(folder: Path) -> dict[str, Any]:
     tokenizer = run_folder.attached_tokenizer(folder)
     return {
         "tokenizer": tokenizer.name if tokenizer else None,
-        "chat_template": own_template(folder) is not None,
+        "chat_template": read_template(folder) is not None,
     }
 
 

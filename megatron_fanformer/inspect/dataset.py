@@ -14,9 +14,9 @@ from megatron_fanformer.data.manifest import (
     FileRecord,
     TokenFiles,
     read_manifest,
-    token_files_record,
+    read_record,
 )
-from megatron_fanformer.data.remote_files import find, open_stream
+from megatron_fanformer.data.remote_files import find_file, open_stream
 from megatron_fanformer.data.token_files import NPY_SUFFIX, NpyType, open_npy_files, read_index
 from megatron_fanformer.durable_files import sha256_of_stream
 from megatron_fanformer.errors import CorruptError, InputError
@@ -66,7 +66,7 @@ def describe_prefix(prefix: str) -> Report:
 
 def _describe_files(prefix: str) -> Report:
     """Return the format, the type and the numbers of documents, tokens and bytes; InputError if there are no tokens."""
-    stated = token_files_record(prefix)
+    stated = read_record(prefix)
     if is_row_folder(prefix) or Path(prefix + MASK_SUFFIX).exists():
         return _describe_chats(prefix)
     if _file_exists(prefix, ".bin") or _file_exists(prefix, ".idx"):
@@ -94,7 +94,7 @@ def _describe_files(prefix: str) -> Report:
 
 def _describe_chats(prefix: str) -> Report:
     """Return the same facts of a prefix of conversations; `tokens` includes the padding of rows."""
-    chats, stated = open_chats(prefix), token_files_record(prefix)
+    chats, stated = open_chats(prefix), read_record(prefix)
     stored = chats.mask_path.stat().st_size  # one byte a token, with padding
     tokens = int(chats.lengths.sum())
     facts = {
@@ -113,7 +113,7 @@ def _describe_chats(prefix: str) -> Report:
 
 
 def _file_exists(prefix: str, suffix: str) -> bool:
-    return find(prefix + suffix) is not None if is_url(prefix) else Path(prefix + suffix).exists()
+    return find_file(prefix + suffix) is not None if is_url(prefix) else Path(prefix + suffix).exists()
 
 
 # -- verification
@@ -154,7 +154,7 @@ def check_data(target: Target) -> str:
 def _check_file(path: str, record: FileRecord) -> None:
     """Raise CorruptError if a file is missing, or its size or SHA-256 is not that of the manifest's record."""
     try:
-        remote = find(path) if is_url(path) else None
+        remote = find_file(path) if is_url(path) else None
         if is_url(path) and remote is None:
             raise CorruptError(f"{path}, which its manifest lists, is not there; copy or prepare it again")
         stored = Path(path).stat().st_size if remote is None else remote.size

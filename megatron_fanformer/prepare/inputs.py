@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_fanformer.data.blends import TEXT_ENCODING
-from megatron_fanformer.data.remote_files import RemoteFile, forget, listed, look_up, optional_contents
+from megatron_fanformer.data.remote_files import RemoteFile, forget_files, list_files, look_up, read_small_files
 from megatron_fanformer.durable_files import sha256_of, sha256_of_stream
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.stores import READ_BYTES, driver_of, is_url, password_problem
@@ -91,7 +91,7 @@ def expand_inputs(inputs: Iterable[str | Path], suffixes: Sequence[str] = DOCUME
             pattern has no document file, or a link leads to no file.
         FanformerError: a store does not answer.
     """
-    forget()
+    forget_files()
     kinds = tuple(suffixes)
     local: list[Path] = []
     remote: dict[str, RemoteInput] = {}
@@ -119,7 +119,7 @@ def _expand_lists(inputs: Iterable[str | Path]) -> Iterator[str]:
             continue
         path = name[1:]
         try:
-            content = optional_contents([path])[0] if is_url(path) else Path(path).read_bytes()
+            content = read_small_files([path])[0] if is_url(path) else Path(path).read_bytes()
             lines = (content or b"").decode(TEXT_ENCODING).splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(
@@ -132,9 +132,9 @@ def _expand_url(url: str, suffixes: tuple[str, ...]) -> list[RemoteInput]:
     if problem := password_problem("an input", url):
         raise InputError(problem)
     if url.endswith("/"):
-        urls = [file_url for file_url in listed(f"{url}**", suffixes) if not file_url.endswith(NOT_SEARCHED_FOR)]
+        urls = [file_url for file_url in list_files(f"{url}**", suffixes) if not file_url.endswith(NOT_SEARCHED_FOR)]
     elif glob.has_magic(url) and look_up([url])[0] is None:  # a file of that very name would not be a pattern
-        urls = listed(url, suffixes)
+        urls = list_files(url, suffixes)
     else:
         urls = [url] if url.endswith(suffixes) else []
     files = [RemoteInput(*astuple(file)) for file in look_up(urls) if file is not None]

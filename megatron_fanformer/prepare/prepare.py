@@ -5,11 +5,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_fanformer.data.chat_template import RenderedChat, encode_chat, find_template, refuse_spaces_between
+from megatron_fanformer.data.chat_template import RenderedChat, encode_chat, find_template, refuse_space_before_texts
 from megatron_fanformer.data.chats import NPY_ROW_TOKENS
 from megatron_fanformer.data.manifest import ChatSettings, Encoding, Manifest, Settings, TokenizerRecord, read_manifest
 from megatron_fanformer.data.token_files import NPY_SUFFIX, token_dtype
-from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer, note_of_end
+from megatron_fanformer.data.tokenizer import Tokenizer, end_of_text_notices, load_tokenizer
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.prepare.documents import DocumentParser
@@ -112,7 +112,7 @@ def prepare(
         FanformerError: two worker processes died on the same file, or the disk is full.
     """
     job, tokenizer = _job(config, files)
-    notes = note_of_end(tokenizer)
+    notes = end_of_text_notices(tokenizer)
     finished = _find_finished(job)
     if finished is not None:
         return PrepareReport(prefix=config.output, already_there=True, manifest=finished, notes=notes)
@@ -205,7 +205,7 @@ def _settings(config: PrepareConfig, tokenizer: Tokenizer) -> Settings:
 
 
 def _chat_settings(config: PrepareConfig, tokenizer: Tokenizer) -> ChatSettings:
-    refuse_spaces_between(tokenizer)
+    refuse_space_before_texts(tokenizer)
     template = find_template(config.tokenizer, config.chat_template, eod_id=config.eod_id)
     is_npy = config.format == "npy"
     pad_id = tokenizer.eod_id

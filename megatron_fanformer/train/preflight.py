@@ -24,13 +24,13 @@ from megatron_fanformer.data.check import (
 )
 from megatron_fanformer.data.fingerprint import (
     DataFingerprint,
-    another_tokenizer,
+    describe_other_tokenizer,
     fingerprint_data,
     fingerprint_from_plain,
     resumed_fingerprint,
 )
 from megatron_fanformer.data.manifest import read_manifest
-from megatron_fanformer.data.mixes import Mix, ordered
+from megatron_fanformer.data.mixes import Mix, order_mixes
 from megatron_fanformer.data.sample_counts import SampleCounts
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import CorruptError, InputError, collect_problems, redacted
@@ -243,7 +243,7 @@ def dataset_sizes(config: RunConfig) -> dict[str, int]:
 def run_mixes(config: RunConfig, data: CheckedData) -> list[Mix]:
     """Return the mixes of a run in the order of the steps: `data.train_data`, then the stages of `data.stages`."""
     sizes = {"global_batch_size": config.training.global_batch_size, "seq_length": config.model.seq_length}
-    return ordered(data.train, data.mixes, **sizes)
+    return order_mixes(data.train, data.mixes, **sizes)
 
 
 # -- the data
@@ -269,7 +269,7 @@ def _data_identity(config: RunConfig, data: CheckedData, candidates: Sequence[Pa
     present = fingerprint_data(config.data, data, samples=train_samples if is_repeated else None, mixes=mixes)
     manifests = [read_manifest(prefix) for mix in mixes for source in mix.blend.sources for prefix in source.prefixes]
     digests = [manifest.tokenizer.sha256 for manifest in manifests if manifest]
-    if present.tokenizer and (other := another_tokenizer(digests, present.tokenizer, "data.tokenizer")):
+    if present.tokenizer and (other := describe_other_tokenizer(digests, present.tokenizer, "data.tokenizer")):
         logger.warning("training data were made with %s, which goes into every checkpoint; name theirs", other)
     for checkpoint in candidates:
         try:

@@ -122,7 +122,7 @@ def test_transformers_gives_a_chat_the_ids_that_it_is_trained_on(kind, sentencep
     """Also where another program's tokenizer states another end of text."""
     source = sentencepiece_model if kind == "sentencepiece" else OLMO_TOKENIZER
     original, template = load_tokenizer(source), find_template(source, "olmo")
-    extras = Extras(name="", tokenizer=source, chat_template=template.with_variables())
+    extras = Extras(name="", tokenizer=source, chat_template=template.standalone_source())
     tokenizer_files.write_tokenizer(tmp_path, extras, model_max_length=64)
     written = PreTrainedTokenizerFast.from_pretrained(tmp_path, eos_token="<unk>")
     texts = ("", "Größe 北京 🙂\n", "two  <|endoftext|>\u2581", "{% if %}")

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fanformer.data.batches import _raised, micro_batches, shared_batches
+from megatron_fanformer.data.batches import _raise_errors, micro_batches, shared_batches
 from megatron_fanformer.errors import CorruptError, FanformerError
 from megatron_fanformer.processes import manual_gc
 from megatron_fanformer.runtime.layout import ParallelConfig
@@ -71,7 +71,7 @@ def test_a_loader_process_that_is_killed_is_named() -> None:
         yield [{}]
         raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error.\nIt is possible that …")
 
-    taken = _raised(batches())
+    taken = _raise_errors(batches())
     assert next(taken) == {}
     with pytest.raises(FanformerError, match=r"/dev/shm\); give .* set data\.num_workers to 0 \(DataLoader worker"):
         next(taken)

@@ -17,7 +17,7 @@ from megatron_fanformer.data.chat_template import (
     TemplateRefusal,
     encode_chat,
     find_template,
-    refuse_spaces_between,
+    refuse_space_before_texts,
 )
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import InputError
@@ -136,8 +136,8 @@ def test_a_tokenizer_that_puts_a_space_before_a_text_is_refused(tmp_path: Path, 
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     library.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(InputError, match="puts a space before every text"):
-        refuse_spaces_between(load_tokenizer(tmp_path, eod_id=3))
-    refuse_spaces_between(load_tokenizer(olmo_tokenizer_file))
+        refuse_space_before_texts(load_tokenizer(tmp_path, eod_id=3))
+    refuse_space_before_texts(load_tokenizer(olmo_tokenizer_file))
 
 
 # -- found
@@ -183,7 +183,7 @@ def test_a_template_may_be_named(folder: Path) -> None:
 @pytest.mark.parametrize("token", ["<|🙂|>", "<｜end▁of▁sentence｜>", "\"'\\n\n\u0041{{ x }}{% y %}"])
 def test_special_tokens_are_set_as_they_are(token: str) -> None:
     template = ChatTemplate("{{ bos_token + messages[0]['content'] }}", {"bos_token": token})
-    assert rendered_prompt(ChatTemplate(template.with_variables())) == rendered_prompt(template) == token + "Hi"
+    assert rendered_prompt(ChatTemplate(template.standalone_source())) == rendered_prompt(template) == token + "Hi"
 
 
 # -- as transformers' apply_chat_template has it

@@ -101,7 +101,7 @@ def test_all_that_holds_tokens_is_packed_once_and_fits() -> None:
     assert Counter(packing.members.tolist()) == Counter([1, 2, 3, 5, 6, 7])
     assert (packing.tokens, packing.cut) == (5 + 16 + 3 + 16 + 16 + 1, 1)  # as long as a sample is not longer
     for sample in range(len(packing)):
-        assert np.minimum(lengths[packing.of(sample)], 16).sum() <= 16
+        assert np.minimum(lengths[packing.conversations(sample)], 16).sum() <= 16
     assert any(pack(lengths, 16, seed=seed).members.tolist() != packing.members.tolist() for seed in range(4))
 
 
@@ -161,7 +161,7 @@ def test_a_split_cuts_each_source_by_conversations(tmp_path: Path) -> None:
     sizes = {"seq_length": SEQ_LENGTH, "train_samples": 1, "valid_samples": None, "seed": 0}
     datasets = build_datasets(config, vocab_size=VOCAB_SIZE, eod_id=0, **sizes)
     for packed, part in ((datasets.train, slice(0, 24)), (datasets.valid["validation"], slice(24, 30))):
-        places = [packed.conversations.place(number) for number in range(len(packed.conversations.lengths))]
+        places = [packed.conversations.locate(number) for number in range(len(packed.conversations.lengths))]
         read = [files[own][0].tolist() for files, own in places]
         assert read == [list(ids) for own in chats for ids, _ in own[part]]
 

@@ -64,8 +64,8 @@ def test_the_template_of_chats_is_that_of_the_first_to_train_on(tmp_path: Path) 
         settings = ChatSettings(**stated, learn="all", max_tokens=None, too_long="cut", pad_id=None)
         write_manifest(prefix, dtype="uint16", max_token_id=6, chat=settings)
 
-    def template_of(*train: str) -> str | None:
+    def read_standalone_template(*train: str) -> str | None:
         return check_files(DataConfig(format="sft", train_data=list(train), valid_data={"v": [other]})).chat_template
 
-    assert template_of(unknown, first, other) == '{% set eos_token = "</s>" %}\na'
-    assert template_of(unknown) is None
+    assert read_standalone_template(unknown, first, other) == '{% set eos_token = "</s>" %}\na'
+    assert read_standalone_template(unknown) is None

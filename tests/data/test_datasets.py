@@ -12,7 +12,7 @@ import torch
 
 from megatron_fanformer.data import datasets
 from megatron_fanformer.data.config import DataConfig
-from megatron_fanformer.data.datasets import indices_in
+from megatron_fanformer.data.datasets import index_folder
 from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.durable_files import take_lock
 from megatron_fanformer.errors import InputError
@@ -214,5 +214,5 @@ def test_of_two_jobs_one_waits_until_the_other_has_built(tmp_path: Path, monkeyp
     other = take_lock(cache / ".lock", wait=False)
     assert other is not None
     monkeypatch.setattr(datasets.logger, "info", lambda *_: os.close(other))  # it has, once this one waits
-    with indices_in(cache, "samples"):
+    with index_folder(cache, "samples"):
         assert take_lock(cache / ".lock", wait=False) is None

@@ -179,7 +179,7 @@ def test_near_the_end_of_an_epoch_a_pair_counts_as_repeated(data: Path) -> None:
     config = DataConfig(train_data=["1", str(data / "a"), "1", str(data / "b")])
     checked_data = check_files(config)
     counts = SampleCounts(checked_data, 64)
-    epoch = min(int(counts.epoch_of(source)) for source in checked_data.train.sources)
+    epoch = min(int(counts.source_epoch_samples(source)) for source in checked_data.train.sources)
     repeats = {n: counts.repeats_pairs(config, train_samples=n) for n in range(1, 2 * epoch + 4)}
     first = min(n for n in repeats if repeats[n])
     assert first < 2 * epoch and first / 2 * 1.005 + 3 > epoch >= (first - 1) / 2 * 1.005 + 3

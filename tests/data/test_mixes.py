@@ -11,9 +11,9 @@ import torch
 
 from megatron_fanformer.data.check import check_files
 from megatron_fanformer.data.config import DataConfig
-from megatron_fanformer.data.mixes import first_step, ordered, source_counts, step_problems
+from megatron_fanformer.data.mixes import first_step, order_mixes, source_counts, step_problems
 from megatron_fanformer.data.sample_counts import SampleCounts
-from megatron_fanformer.data.sample_order import shuffled
+from megatron_fanformer.data.sample_order import shuffle_numbers
 from megatron_fanformer.data.samples import sample_spans
 from megatron_fanformer.errors import InputError
 from tests.data.token_making import build, drawn, raw_tokens, write_npy, write_pair
@@ -52,7 +52,7 @@ def test_weights_are_divided_as_megatron_core_divides_them(tmp_path: Path) -> No
         weights = np.round(draw.random(22) + 0.1, 2).tolist()
         mix = [word for weight, pair in zip(weights, pairs, strict=True) for word in (str(weight), pair)]
         checked_data = check_files(DataConfig(train_data=mix))
-        assert SampleCounts(checked_data, SEQ_LENGTH).of_mix(checked_data.train) == normalize(weights)
+        assert SampleCounts(checked_data, SEQ_LENGTH).mix_weights(checked_data.train) == normalize(weights)
         in_order = 0.0
         for weight in weights:
             in_order += weight
@@ -84,14 +84,14 @@ def test_every_source_goes_on_from_its_place_epoch_after_epoch(data: dict[str, s
         expected = [
             tuple(ids[number * SEQ_LENGTH :][:SEQ_LENGTH].tolist())
             for epoch in range(9)
-            for number in shuffled(samples, seed=SEED, epoch=epoch)
+            for number in shuffle_numbers(samples, seed=SEED, epoch=epoch)
         ]
         assert order[name] == expected[: len(order[name])]
     assert len(order["d"]) > 15  # which it has read to its end
     # Pairs: the first epoch as that of the pair alone, the next the same samples shuffled anew.
     for name, samples in (("a", 208), ("b", 123)):
         alone = [tuple(row) for row in drawn(build(config(data, name), samples).train, samples).tolist()]
-        again = [alone[number] for epoch in (1, 2, 3) for number in shuffled(samples, seed=SEED, epoch=epoch)]
+        again = [alone[number] for epoch in (1, 2, 3) for number in shuffle_numbers(samples, seed=SEED, epoch=epoch)]
         assert order[name] == [*alone, *again][: len(order[name])]
     assert len(order["b"]) > 2 * 123
 
@@ -167,7 +167,7 @@ def test_stages_begin_one_after_the_other_within_the_run() -> None:
 
 def checked(settings: DataConfig, samples: int) -> None:
     checked_data = check_files(settings)
-    mixes = ordered(checked_data.train, checked_data.mixes, global_batch_size=1, seq_length=SEQ_LENGTH)
+    mixes = order_mixes(checked_data.train, checked_data.mixes, global_batch_size=1, seq_length=SEQ_LENGTH)
     sizes = {"train_samples": samples, "valid_samples": 1}
     SampleCounts(checked_data, SEQ_LENGTH).check(settings, **sizes, mixes=mixes)
 

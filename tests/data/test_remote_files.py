@@ -48,7 +48,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    remote_files.forget()
+    remote_files.forget_files()
     monkeypatch.setattr(remote_files, "PAUSES_SECONDS", (0.01,) * 12)
     monkeypatch.setattr(remote_files, "REQUEST_SECONDS", 5.0)
 

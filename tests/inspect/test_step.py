@@ -273,7 +273,7 @@ def test_token_files_on_another_store_are_shown_and_verified_as_here(
     assert main(["prepare", str(SAMPLES / "dolma"), *options]) == 0
 
     def shown(place: str, *options: str) -> str:
-        remote_files.forget()
+        remote_files.forget_files()
         found = inspect(place, *options)
         assert found.error == ""
         return found.out.replace(url, str(tmp_path))
@@ -284,11 +284,11 @@ def test_token_files_on_another_store_are_shown_and_verified_as_here(
         for file in (ledger, tokens):
             sound = file.read_bytes()
             file.write_bytes(sound[:-9] + b"\xee" + sound[-8:])
-            remote_files.forget()
+            remote_files.forget_files()
             found = inspect(f"{url}/docs", "--verify")
             assert (found.code, found.error.split(" ")[0]) == (3, f"{url}/{file.name}")
             file.write_bytes(sound)
         tokens.unlink()
-        remote_files.forget()
+        remote_files.forget_files()
         found = inspect(f"{url}/docs", "--verify")
         assert found.code == 3 and f"{url}/docs.bin, which its manifest lists, is not there" in found.error

@@ -53,7 +53,7 @@ def step_by_hand(values: dict[str, Any]) -> tuple[float, float, int, list[int]]:
         for sample in range(trainer.config.training.global_batch_size):
             counts.append(0)
             for number in dataset.members(sample):
-                files, own = dataset.conversations.place(number)
+                files, own = dataset.conversations.locate(number)
                 ids, learned = map(torch.from_numpy, files[own])
                 logits_tv = model(ids[None, :-1], torch.arange(len(ids) - 1)[None], None)[0]
                 losses.append(
