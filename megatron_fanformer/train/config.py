@@ -147,7 +147,7 @@ class RunConfig:
     """Loggers and the intervals of measurements."""
 
     def dtype(self, device: DeviceKind) -> "torch.dtype":
-        """Return the type of weights and activations on a device, which decides what `auto` means."""
+        """Return the type of weights and activations; for `auto`, the type that suits the device."""
         from megatron_fanformer.model.config import torch_dtype
 
         if self.precision.dtype == "auto":

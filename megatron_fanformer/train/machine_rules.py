@@ -10,7 +10,7 @@ from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.layout import ParallelConfig
 
 FP8_MULTIPLE = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
-"""For each recipe, the number of which both sides of every multiplied matrix must be multiples on one rank."""
+"""For each recipe, both sides of every matrix that a rank multiplies must be divisible by this number."""
 
 
 def has_engine(kernels: KernelsConfig) -> bool:
