@@ -16,8 +16,8 @@ from .modeling_fanformer import FANformerForCausalLM, FANformerModel, FANformerP
 
 __all__ = ["FANformerConfig", "FANformerForCausalLM", "FANformerModel", "FANformerPreTrainedModel"]
 
-# `register_for_auto_class` makes `save_pretrained` copy the code, so that a fine-tuned model opens with it alone
-# (`trust_remote_code=True`) where this package is not installed.
+# `register_for_auto_class` makes `save_pretrained` copy the code into the folder, so that a fine-tuned model opens with
+# `trust_remote_code=True` on machines that do not have this package.
 AutoConfig.register(FANformerConfig.model_type, FANformerConfig, exist_ok=True)
 FANformerConfig.register_for_auto_class()
 for _auto, _model in ((AutoModel, FANformerModel), (AutoModelForCausalLM, FANformerForCausalLM)):

@@ -18,8 +18,8 @@ if _installed < _oldest:  # this file of an export is read first, before anythin
     )
 
 FAN_ACTIVATIONS = ("none", "gelu")
-# Of attention and SwiGLU only. FAN's rows are [p | g]: a plain split would give one rank p and another g, so every rank
-# keeps the whole map.
+# How transformers splits attention and SwiGLU over ranks. Every rank keeps the whole FAN map: its rows are [p | g], and a
+# plain split would give one rank p and another g.
 TP_PLAN = {
     "layers.*.self_attn.q_proj": "colwise",
     "layers.*.self_attn.k_proj": "colwise",
@@ -29,21 +29,21 @@ TP_PLAN = {
     "layers.*.mlp.up_proj": "colwise",
     "layers.*.mlp.down_proj": "rowwise",
 }
-# The heads' norms are whole on every rank, and a rank's gradients are those of its heads.
+# Every rank has the same norm of heads, and computes a gradient from a part of the heads, so gradients are summed.
 HEAD_NORMS_TP_PLAN = {f"layers.*.self_attn.{part}_norm": "replicated_with_grad_allreduce" for part in "qk"}
-# Values that are a FAN output are whole on every rank, and so are all heads: only the matrices are split.
+# Values that are a FAN output are whole on every rank, so every rank attends with all heads, and queries are gathered.
 OWN_VALUES_TP_PLAN = {
     **{name: style for name, style in TP_PLAN.items() if not name.endswith("v_proj")},
     "layers.*.self_attn.q_proj": "colwise_gather_output",
     "layers.*.self_attn.k_proj": "colwise_gather_output",
     "layers.*.self_attn.o_proj": "rowwise_split_input",
 }
-# FAN layers in place of the MLP are whole on every rank.
+# Every rank keeps the whole FAN layers in place of the MLP.
 FFN_TP_PLAN = {name: style for name, style in TP_PLAN.items() if ".mlp." not in name}
 
 
 class Placement(NamedTuple):
-    """Properties of a configuration that follow from the placement of FAN."""
+    """Properties of a configuration that depend on the placement of FAN."""
 
     tp_plan: dict[str, str] = TP_PLAN
     has_v_p_ratio: bool = False  # the values are the output of a FAN projection
@@ -64,7 +64,7 @@ class FANformerConfig(transformers.PreTrainedConfig):
     hidden state x, `hidden_size` wide, to [cos p, sin p, g] with [p | g] = W x + b, of the same width.
 
     Raises:
-        ValueError: a value that no FANformer can have; the message names the rule.
+        ValueError: a field breaks a rule, which the message names.
     """
 
     model_type: ClassVar[str] = "fanformer"
@@ -123,7 +123,7 @@ class FANformerConfig(transformers.PreTrainedConfig):
 
     @property
     def value_p_ratio(self) -> float:
-        """Return `v_p_ratio`, or `p_ratio` where it is None."""
+        """Return `v_p_ratio`, or `p_ratio` if that is None."""
         return self.p_ratio if self.v_p_ratio is None else self.v_p_ratio
 
     def _problems(self) -> list[str]:
@@ -146,10 +146,10 @@ class FANformerConfig(transformers.PreTrainedConfig):
             problems.append(f"fan_activation {self.fan_activation!r} must be one of {FAN_ACTIVATIONS}")
         if self.fan_placement not in tuple(FAN_PLACEMENTS):
             problems.append(f"fan_placement {self.fan_placement!r} must be one of {tuple(FAN_PLACEMENTS)}")
-        with_v_p_ratio = [name for name, placement in FAN_PLACEMENTS.items() if placement.has_v_p_ratio]
-        if self.v_p_ratio is not None and self.fan_placement not in with_v_p_ratio:
+        placements = [name for name, placement in FAN_PLACEMENTS.items() if placement.has_v_p_ratio]
+        if self.v_p_ratio is not None and self.fan_placement not in placements:
             problems.append(
                 f"v_p_ratio {self.v_p_ratio} applies only to fan_placement "
-                f"{' or '.join(map(repr, with_v_p_ratio))}, not {self.fan_placement!r}"
+                f"{' or '.join(map(repr, placements))}, not {self.fan_placement!r}"
             )
         return problems

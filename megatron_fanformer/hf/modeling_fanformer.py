@@ -39,7 +39,7 @@ PASSED_ON = {
     *("logits_indices", "logits_processor_args"),
     *("attention_instances", "forward_batch"),  # read by the attention of vLLM and SGLang
 }
-"""Arguments that `forward` passes on. It refuses any other: one that nothing reads changes the result silently."""
+"""Arguments that `forward` passes on to other code. It refuses all others, which would be ignored silently."""
 
 
 class FANformerRMSNorm(nn.Module):
@@ -51,16 +51,16 @@ class FANformerRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., h] -> [..., h], in the dtype of `x`."""
+        """Normalize x [..., h]; the result has the dtype of `x`."""
         normed = x.float()
         normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * normed.to(x.dtype)
 
 
 class FANActivation(nn.Module):
-    """[p | g] -> [cos p, sin p, g], `width` wide; p is the share `p_ratio` of it.
+    """Maps [p | g] to [cos p, sin p, g], which is `width` wide; p is int(p_ratio * width) wide.
 
-    The map to [p | g] is an `nn.Linear` of the owner, which quantisers and adapters (peft) can replace.
+    The map to [p | g] is a separate `nn.Linear`, so that quantizers and adapters (peft) can replace it.
     """
 
     def __init__(self, config: FANformerConfig, width: int, p_ratio: float) -> None:
@@ -70,7 +70,7 @@ class FANActivation(nn.Module):
         self.gelu = config.fan_activation == "gelu"
 
     def forward(self, pre_activation: Tensor) -> Tensor:
-        """[b, s, P + G] -> [b, s, width]; cos and sin are taken in float32, whatever the dtype."""
+        """Map [p | g], [b, s, P + G], to [b, s, width]; cos and sin are computed in float32 for every dtype."""
         p, g = pre_activation.split(self.sizes, dim=-1)
         phase = p.float()
         activated = F.gelu(g) if self.gelu else g
@@ -78,9 +78,9 @@ class FANActivation(nn.Module):
 
 
 class FANformerRotaryEmbedding(nn.Module):
-    """cos and sin of the rotary positions; scaled positions follow transformers' formulas.
+    """Computes cos and sin of rotary positions; scaled positions follow transformers' formulas.
 
-    The frequencies are not a buffer: they are cheap to compute, and so stay in float32 when the model is cast.
+    The frequencies are not a buffer, which a cast of the model would round; they are computed anew in float32.
     """
 
     def __init__(self, config: FANformerConfig) -> None:
@@ -88,7 +88,7 @@ class FANformerRotaryEmbedding(nn.Module):
         self.config = copy(config)
 
     def frequencies(self, position_ids: Tensor) -> tuple[Tensor, float]:
-        """Return the frequencies [d / 2], and the factor of cos and sin."""
+        """Return the frequencies [d / 2], and the factor by which cos and sin are multiplied."""
         kind, device = self.config.rope_parameters["rope_type"], position_ids.device
         if kind == "default":
             exponents = torch.arange(0, self.config.head_dim, 2, dtype=torch.float32, device=device)
@@ -98,7 +98,7 @@ class FANformerRotaryEmbedding(nn.Module):
 
     @torch.no_grad()
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """[b, s] -> cos and sin, each [b, s, d] in float32, whatever the dtype of `x`."""
+        """Return cos and sin for positions [b, s], each [b, s, d], in float32 for every dtype of `x`."""
         frequencies, factor = self.frequencies(position_ids)
         half = position_ids[:, :, None].float() * frequencies
         angles = torch.cat([half, half], dim=-1)
@@ -106,7 +106,7 @@ class FANformerRotaryEmbedding(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the halves of each head [b, n, s, d] by [b, s, d], in float32; returns the dtype of `x`."""
+    """Rotate heads x [b, n, s, d] by the angles of cos and sin [b, s, d], in float32; keep the dtype of `x`."""
     first, second = x.float().chunk(2, dim=-1)
     return (x.float() * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]).to(x.dtype)
 
@@ -120,7 +120,7 @@ def eager_attention_forward(
     scaling: float,
     **_: Unpack[TransformersKwargs],
 ) -> tuple[Tensor, Tensor]:
-    """Attention that returns its weights: [b, n, s, d], [b, k, t, d] twice -> [b, s, n, d] and [b, n, s, t]."""
+    """Attend with queries [b, n, s, d] to keys, values [b, k, t, d]; return [b, s, n, d] and weights [b, n, s, t]."""
     key = key.repeat_interleave(module.num_key_value_groups, dim=1)
     value = value.repeat_interleave(module.num_key_value_groups, dim=1)
     scores = query @ key.transpose(2, 3) * scaling
@@ -131,7 +131,7 @@ def eager_attention_forward(
 
 
 class FANformerAttention(nn.Module):
-    """Self-attention of a Transformer; the classes below make its queries, keys and values."""
+    """Self-attention of a Transformer; the classes below override how queries, keys and values are computed."""
 
     def __init__(self, config: FANformerConfig, layer_idx: int) -> None:
         super().__init__()
@@ -152,14 +152,14 @@ class FANformerAttention(nn.Module):
         self.o_proj = residual_linear(heads * self.head_dim, config.hidden_size, layer_idx)
 
     def add_inputs(self, config: FANformerConfig) -> None:
-        """Add the modules before queries and keys: none."""
+        """Add the modules that precede queries and keys; a Transformer has none."""
 
     def add_values(self, config: FANformerConfig, value_size: int) -> None:
-        """Add the values' projection: a matrix."""
+        """Add the modules that compute the values; a Transformer has a matrix."""
         self.v_proj = nn.Linear(config.hidden_size, value_size, bias=False)
 
     def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[b, s, h] -> [b, s, n d], [b, s, k d] twice."""
+        """Map x [b, s, h] to queries [b, s, n d], keys and values [b, s, k d]."""
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
     def forward(
@@ -169,7 +169,7 @@ class FANformerAttention(nn.Module):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """[b, s, h] -> [b, s, h] and, if the implementation returns them, the weights [b, n, s, t]."""
+        """Attend to x [b, s, h]; return [b, s, h], and the weights [b, n, s, t] if the implementation returns them."""
         shape = hidden_states.shape[:-1]
         query, key, value = (
             heads.view(*shape, -1, self.head_dim).transpose(1, 2) for heads in self.queries_keys_values(hidden_states)
@@ -187,7 +187,7 @@ class FANformerAttention(nn.Module):
 
 
 class FANformerFANAttention(FANformerAttention):
-    """Self-attention whose queries, keys and values are projected from FAN's output."""
+    """Self-attention that projects queries, keys and values from FAN's output."""
 
     def add_inputs(self, config: FANformerConfig) -> None:
         """Add the FAN map."""
@@ -195,35 +195,35 @@ class FANformerFANAttention(FANformerAttention):
         self.fan = nn.Linear(config.hidden_size, sum(self.fan_activation.sizes), bias=config.fan_bias)
 
     def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[b, s, h] -> [b, s, n d], [b, s, k d] twice."""
+        """Map x [b, s, h] to queries [b, s, n d], keys and values [b, s, k d]."""
         return super().queries_keys_values(self.fan_activation(self.fan(x)))
 
 
 class FANformerFANValueAttention(FANformerFANAttention):
-    """Self-attention whose queries and keys are projected from FAN's output, and whose values are another's output."""
+    """Self-attention that projects queries and keys from FAN's output; its values are the output of a second FAN."""
 
     def add_values(self, config: FANformerConfig, value_size: int) -> None:
-        """Add the values' FAN map."""
+        """Add the FAN that computes the values."""
         self.v_fan_activation = FANActivation(config, value_size, config.value_p_ratio)
         self.v_fan = nn.Linear(config.hidden_size, sum(self.v_fan_activation.sizes), bias=config.fan_bias)
 
     def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[b, s, h] -> [b, s, n d], [b, s, k d] twice."""
+        """Map x [b, s, h] to queries [b, s, n d], keys and values [b, s, k d]."""
         x_f = self.fan_activation(self.fan(x))
         return self.q_proj(x_f), self.k_proj(x_f), self.v_fan_activation(self.v_fan(x))
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Refuse vLLM's tensor parallel ranks, whose attention has some of the heads: these values are whole."""
-        served = kwargs.get("attention_instances")  # vLLM's; it runs the model once before it serves
-        if served and served[self.layer_idx].num_heads != self.config.num_attention_heads:
+        """Attend as the base class does. Raises ValueError if vLLM splits heads over ranks: the values are not split."""
+        vllm_layers = kwargs.get("attention_instances")  # vLLM runs the model, and so this check, before it serves
+        if vllm_layers and vllm_layers[self.layer_idx].num_heads != self.config.num_attention_heads:
             raise ValueError("fan_placement qk_and_v cannot be split by heads; serve it with --tensor-parallel-size 1")
         return super().forward(*args, **kwargs)
 
 
 def residual_linear(in_features: int, out_features: int, layer_idx: int, *, bias: bool = False) -> nn.Linear:
-    """Return a linear map into the residual stream, whose initial weights shrink with depth.
+    """Return a linear map into the residual stream, marked with the layer's index, which scales its initial weights.
 
-    It is no subclass, since bitsandbytes replaces only `nn.Linear` itself.
+    A subclass of `nn.Linear` would not do: bitsandbytes replaces only `nn.Linear` itself.
     """
     linear = nn.Linear(in_features, out_features, bias=bias)
     linear.layer_idx = layer_idx  # type: ignore[assignment]
@@ -240,7 +240,7 @@ class FANformerMLP(nn.Module):
         self.down_proj = residual_linear(config.intermediate_size, config.hidden_size, layer_idx)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, s, h] -> [b, s, h]."""
+        """Map x [b, s, h] to [b, s, h]."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -256,7 +256,7 @@ class FANformerFANLayers(nn.Module):
         self.fan_2 = residual_linear(inner, sum(self.activation_2.sizes), layer_idx, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, s, h] -> [b, s, f] -> [b, s, h]."""
+        """Map x [b, s, h] to [b, s, f], and that to [b, s, h]."""
         x = self.activation_1(self.fan_1(x))
         return self.activation_2(self.fan_2(x))
 
@@ -267,7 +267,7 @@ LAYER_PARTS: dict[str, tuple[type[FANformerAttention], type[nn.Module]]] = {
     "ffn": (FANformerAttention, FANformerFANLayers),
     "none": (FANformerAttention, FANformerMLP),
 }
-"""Attention and MLP of each placement; `FAN_PLACEMENTS` has its other properties."""
+"""The attention and the MLP of each placement; `FAN_PLACEMENTS` has the other properties of placements."""
 
 
 class FANformerDecoderLayer(GradientCheckpointingLayer):
@@ -282,14 +282,14 @@ class FANformerDecoderLayer(GradientCheckpointingLayer):
         self.mlp = mlp(config, layer_idx)
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        """[b, s, h] -> [b, s, h]; the other arguments are the attention's."""
+        """Map hidden states [b, s, h] to [b, s, h]; the other arguments go to the attention."""
         attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
         hidden_states = hidden_states + attended
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
 class FANformerPreTrainedModel(PreTrainedModel):
-    """Base of the two models: loading, saving, initial weights, and the features that they support."""
+    """Base class of both models: initial weights, and the features of transformers that the models support."""
 
     config: FANformerConfig
     config_class = FANformerConfig
@@ -305,9 +305,9 @@ class FANformerPreTrainedModel(PreTrainedModel):
     _can_record_outputs = {"hidden_states": FANformerDecoderLayer, "attentions": FANformerAttention}
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw the reference's `mitchell`: normal of 1/sqrt(fan in), cut at 3 standard deviations; biases are zero.
+        """Draw weights as the reference's `mitchell` does: normal, cut at 3 standard deviations of 1/sqrt(fan in).
 
-        Maps into the residual stream have 1/sqrt(2 * fan in * (layer + 1)), layers counted from 0.
+        For maps into the residual stream, a standard deviation is 1/sqrt(2 * fan in * (layer + 1)), layers from 0.
         """
         if isinstance(module, FANformerRMSNorm):
             init.ones_(module.weight)
@@ -324,7 +324,7 @@ class FANformerPreTrainedModel(PreTrainedModel):
 
 
 class FANformerModel(FANformerPreTrainedModel):
-    """The decoder: token ids to hidden states."""
+    """The decoder, which maps token ids to hidden states."""
 
     def __init__(self, config: FANformerConfig) -> None:
         super().__init__(config)
@@ -425,11 +425,11 @@ class FANformerForCausalLM(FANformerPreTrainedModel, GenerationMixin):
         cache: Any = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
-        """Map ids [b, s] to logits [b, s, v], and to the mean next-token loss if `labels` [b, s] are given.
+        """Map ids [b, s] to logits [b, s, v]; also return the mean next-token loss if `labels` [b, s] are given.
 
         Args:
-            labels: the ids again (they are shifted here), -100 for tokens that do not count.
-            logits_to_keep: the number of last tokens to return logits of (0: all), or their positions.
+            labels: the same ids, not shifted, with -100 in place of tokens that do not count.
+            logits_to_keep: return logits of so many last tokens alone (0: of all), or of the tokens at these positions.
         """
         outputs: BaseModelOutputWithPast = self.model(
             input_ids=input_ids,
