@@ -18,8 +18,8 @@ if _installed < _oldest:  # this file of an export is read first, before anythin
     )
 
 FAN_ACTIVATIONS = ("none", "gelu")
-# How transformers splits attention and SwiGLU over ranks. Every rank keeps the whole FAN map: its rows are [p | g], and a
-# plain split would give one rank p and another g.
+# How transformers splits attention and SwiGLU over ranks. Every rank keeps the whole FAN map: its rows are [p | g], and
+# a plain split would give one rank p and another g.
 TP_PLAN = {
     "layers.*.self_attn.q_proj": "colwise",
     "layers.*.self_attn.k_proj": "colwise",

@@ -213,7 +213,7 @@ class FANformerFANValueAttention(FANformerFANAttention):
         return self.q_proj(x_f), self.k_proj(x_f), self.v_fan_activation(self.v_fan(x))
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Attend as the base class does. Raises ValueError if vLLM splits heads over ranks: the values are not split."""
+        """Attend as the base class does. Raises ValueError if vLLM splits heads over ranks, since values are whole."""
         vllm_layers = kwargs.get("attention_instances")  # vLLM runs the model, and so this check, before it serves
         if vllm_layers and vllm_layers[self.layer_idx].num_heads != self.config.num_attention_heads:
             raise ValueError("fan_placement qk_and_v cannot be split by heads; serve it with --tensor-parallel-size 1")

@@ -256,14 +256,6 @@ def test_a_prompt_beyond_the_sequence_length_is_refused(run_folder):
     assert len(problems_of(run_folder, max_new_tokens=121)) == 1
 
 
-def test_a_checkpoint_without_a_tokenizer_asks_for_one(run_folder, tmp_path):
-    checkpoint = find_checkpoint(run_folder)
-    for name in ("metadata.json", "config.yaml"):
-        (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
-    (problem,) = problems_of(tmp_path)
-    assert problem == f"{tmp_path} holds no tokenizer; name one with --tokenizer"
-
-
 def test_a_larger_tokenizer_than_the_model_has_ids_is_refused(run_folder, tmp_path):
     (problem,) = problems_of(run_folder, tokenizer=str(write_tokenizer(tmp_path, vocab_size=251)))
     assert "251 ids, the model's vocabulary 250" in problem

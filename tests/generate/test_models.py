@@ -52,7 +52,6 @@ def test_bf16_weights_are_computed_with_in_float32_on_a_cpu(tmp_path, run_folder
 
 
 def test_an_export_states_what_ends_its_documents(exported_folder, tmp_path):
-    """The tokenizer's own may be another one."""
     folder = shutil.copytree(exported_folder, tmp_path / "export")
     stated = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**stated, "eos_token_id": 97}))

@@ -271,17 +271,6 @@ def test_an_answer_that_is_not_to_be_learned_is_not(small_tokenizer_file: Path, 
         assert text == "Good." * 2 and refused == [NOTHING_LEARNED] * 2
 
 
-@pytest.mark.full
-def test_gigatoken_gives_the_same_bytes(tmp_path: Path, write_lines: WriteLines, olmo_tokenizer_file: Path) -> None:
-    pytest.importorskip("gigatoken")
-    file = write_lines("chats.jsonl", as_lines(made_up_chats(1000)))
-    for backend in ("tokenizers", "gigatoken"):
-        report = prepare_files(str(tmp_path / backend), [file], olmo_tokenizer_file, backend=backend, **OLMO)
-        assert report.manifest.encoding.backend == backend
-    for suffix in (".bin", ".idx", ".mask.bin", ".ledger.parquet"):
-        assert (tmp_path / f"tokenizers{suffix}").read_bytes() == (tmp_path / f"gigatoken{suffix}").read_bytes()
-
-
 # -- refused
 
 

@@ -34,10 +34,6 @@ def plan(tokenizer: Tokenizer) -> EncoderChoice:
     return choose_encoder(tokenizer, "auto", MUCH)
 
 
-def rows(plan: EncoderChoice, texts: Sequence[str]) -> list[list[int]]:
-    return [row.tolist() for row in plan.make_encoder().encode_batch([text.encode() for text in texts])]
-
-
 def trained(folder: Path, texts: list[str], **options: Any) -> Tokenizer:
     """By sentencepiece, with other options than those of `train_sentencepiece`."""
     import sentencepiece
@@ -47,15 +43,17 @@ def trained(folder: Path, texts: list[str], **options: Any) -> Tokenizer:
     return load_tokenizer(folder / "trained.model")
 
 
-def test_gigatoken_serves_for_both_kinds(plan: EncoderChoice) -> None:
+def test_gigatoken_serves_for_both_kinds(plan: EncoderChoice, tokenizer: Tokenizer) -> None:
     assert (plan.encoding.backend, plan.encoding.reason) == ("gigatoken", None)
+    assert choose_encoder(tokenizer, "auto", input_bytes=1000).encoding.reason == SMALL_INPUT
 
 
 def test_ids_are_those_of_the_exact_library(plan: EncoderChoice, tokenizer: Tokenizer, sample_texts: list[str]) -> None:
     source = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))]
     hard = ["", SPACE_MARK, f"a{SPACE_MARK}b", "<|endoftext|>", "x<|endoftext|>y", "\u0eba\u0323", "\U0001e4ec", " "]
     texts = sample_texts + source + hard
-    assert rows(plan, texts) == tokenizer.encode_batch(texts)
+    ids = plan.make_encoder().encode_batch([text.encode() for text in texts])
+    assert [row.tolist() for row in ids] == tokenizer.encode_batch(texts)
 
 
 def test_texts_of_doubtful_characters_and_pieces_alone_go_to_the_exact_library(
@@ -73,16 +71,6 @@ def test_texts_of_doubtful_characters_and_pieces_alone_go_to_the_exact_library(
     ids = encoder.encode_batch([text.encode() for text in texts])
     assert seen == [texts[1], *texts[3:]]
     assert [row.tolist() for row in ids] == encode(texts)
-
-
-def test_little_input_is_not_worth_the_check(tokenizer: Tokenizer) -> None:
-    chosen = choose_encoder(tokenizer, "auto", 1000).encoding
-    assert chosen.backend in ("tokenizers", "sentencepiece") and chosen.reason == SMALL_INPUT
-
-
-def test_a_backend_of_another_kind_is_an_input_error(small_tokenizer_file: Path) -> None:
-    with pytest.raises(InputError, match="backend tokenizers does not read"):
-        choose_encoder(load_tokenizer(small_tokenizer_file), "tokenizers", MUCH)
 
 
 def test_without_gigatoken_the_exact_library_serves(

@@ -3,41 +3,23 @@
 import random
 import tracemalloc
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from pyarrow import parquet
 
-from megatron_fanformer.data.manifest import Manifest, read_manifest
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.prepare import documents
 from tests.prepare import fuzzing
-from tests.prepare.fuzzing import FuzzedFile
 from tests.prepare.making import Prepare
 
 Row = tuple[str, int, str | None, str | None, str]
 
-LINES = 5_000
-
-
-def expected_rows(files: Sequence[FuzzedFile]) -> list[Row]:
-    """(file, line, id, source, text) of every document."""
-    return [
-        (str(file.path), number, line.id, line.source, line.text)
-        for file in files
-        for number, line in enumerate(file.lines, start=1)
-        if line.text is not None
-    ]
-
-
-def expected_refusals(files: Sequence[FuzzedFile]) -> Counter[str]:
-    return Counter(line.reason for file in files for line in file.lines if line.reason is not None)
-
 
 def written_rows(prefix: str, tokenizer_file: Path) -> Iterator[Row]:
-    """The same, from the ledger and the tokens that it points to."""
+    """File, line, id, source and text of every document, from the ledger and the tokens that it points to."""
     tokenizer = load_tokenizer(tokenizer_file)
     tokens = np.fromfile(prefix + ".bin", np.uint16)
     end = 0
@@ -51,26 +33,25 @@ def written_rows(prefix: str, tokenizer_file: Path) -> Iterator[Row]:
     assert end == len(tokens)
 
 
-def assert_all_accounted_for(files: Sequence[FuzzedFile], prefix: str, tokenizer_file: Path) -> None:
-    """Every line made is read; the documents, the refusals and the ledger are those expected."""
-    manifest = read_manifest(prefix)
-    assert isinstance(manifest, Manifest)
-    assert manifest.refused == dict(sorted(expected_refusals(files).items()))
-    for written, expected in zip(written_rows(prefix, tokenizer_file), expected_rows(files), strict=True):
-        assert written == expected
-    assert manifest.lines_read == sum(len(file.lines) for file in files)
-    assert manifest.lines_read == manifest.documents + sum(manifest.refused.values())
-
-
 @pytest.mark.parametrize(("backend", "workers"), [("sentencepiece", 2), ("gigatoken", 1)])
 def test_every_line_of_a_fuzzed_corpus_is_accounted_for(
     tmp_path: Path, small_tokenizer_file: Path, prepare: Prepare, backend: str, workers: int
 ) -> None:
-    files = fuzzing.write_fuzzed(tmp_path, LINES // 2, seed=workers)
+    files = fuzzing.write_fuzzed(tmp_path, 2_500, seed=workers)
     prefix = str(tmp_path / "out" / "tokens")
     paths = [file.path for file in files]
-    prepare(prefix, *paths, backend=backend, workers=workers)
-    assert_all_accounted_for(files, prefix, small_tokenizer_file)
+    manifest = prepare(prefix, *paths, backend=backend, workers=workers).manifest
+    assert manifest.refused == Counter(line.reason for file in files for line in file.lines if line.reason is not None)
+    expected_rows = [
+        (str(file.path), number, line.id, line.source, line.text)
+        for file in files
+        for number, line in enumerate(file.lines, start=1)
+        if line.text is not None
+    ]
+    for written, expected in zip(written_rows(prefix, small_tokenizer_file), expected_rows, strict=True):
+        assert written == expected
+    assert manifest.lines_read == sum(len(file.lines) for file in files)
+    assert manifest.lines_read == manifest.documents + sum(manifest.refused.values())
 
 
 def test_the_fuzz_holds_every_reason() -> None:

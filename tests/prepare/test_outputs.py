@@ -9,15 +9,9 @@ from typing import Any
 
 import pytest
 
-from megatron_fanformer.errors import InputError
 from megatron_fanformer.prepare import outputs
 from tests.disk_steps import recorded_steps
 from tests.prepare.making import Prepare, hashes
-
-
-def test_an_output_on_another_store_is_refused(mixed: Path, prepare: Prepare) -> None:
-    with pytest.raises(InputError, match=r"output s3://bucket/web is on another store; name a path, and copy"):
-        prepare("s3://bucket/web", mixed)
 
 
 def test_an_index_of_many_documents_is_written_in_chunks(

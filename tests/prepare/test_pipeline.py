@@ -2,10 +2,13 @@
 
 import gzip
 import json
+import os
 import random
+import signal
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from megatron_fanformer.prepare.prepare import prepare, prepare_shard
 from megatron_fanformer.prepare.verb import PrepareConfig, Shard
 from tests.data.chat_making import made_up_chats
 from tests.disk_steps import small_files
-from tests.prepare import commands, fuzzing
+from tests.prepare import fuzzing
 from tests.prepare.making import as_line, hashes
 from tests.small_runs import start_command
 
@@ -36,22 +39,10 @@ def options(tmp_path: Path, small_tokenizer_file: Path) -> list[str]:
 
 def complete(options: list[str], folder: Path, workers: int = 1) -> dict[str, str]:
     """Run to the end; returns the hashes of the output."""
-    ended = commands.run([*options, "--output", str(folder / "tokens"), "--workers", str(workers)])
-    assert ended.code == 0, ended.errors
+    process = start_command("prepare", *options, "--output", str(folder / "tokens"), "--workers", str(workers))
+    _, errors = process.communicate()
+    assert process.returncode == 0, errors
     return hashes(folder)
-
-
-def killed_after(command: list[str], seconds: float) -> bool:
-    """Start, and kill the whole run after a time; False where it had ended by itself."""
-    process = start_command("prepare", *command)
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        commands.kill_all(process)
-        return True
-    process.communicate()
-    assert process.returncode == 0
-    return False
 
 
 def test_a_run_killed_again_and_again_ends_with_the_same_bytes(tmp_path: Path, options: list[str]) -> None:
@@ -60,7 +51,12 @@ def test_a_run_killed_again_and_again_ends_with_the_same_bytes(tmp_path: Path, o
     whole_seconds = time.monotonic() - began
     command = [*options, "--output", str(tmp_path / "killed" / "tokens"), "--workers", "2"]
     for share in (0.6, 0.9):
-        killed_after(command, share * whole_seconds)
+        process = start_command("prepare", *command)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(share * whole_seconds)
+        with suppress(ProcessLookupError):  # it has ended
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
     assert complete(options, tmp_path / "killed", workers=3) == expected
 
 
@@ -75,9 +71,9 @@ def test_a_full_disk_is_one_line_and_a_later_run_goes_on(tmp_path: Path, small_t
     whole = (tmp_path / "whole" / "tokens.bin").stat().st_size
     command = [*options, "--output", str(tmp_path / "out" / "tokens"), "--workers", "2"]
     with small_files(whole // 2):
-        ended = commands.run(command)
-    assert (ended.code, ended.errors.count("\n")) == (1, 1), ended.errors
-    assert "File too large" in ended.errors
+        process = start_command("prepare", *command)
+        _, errors = process.communicate()
+    assert (process.returncode, errors.count("\n")) == (1, 1) and "File too large" in errors, errors
     assert not (tmp_path / "out" / "tokens.manifest.json").exists()
     assert complete(options, tmp_path / "out", workers=2) == expected
 
@@ -174,9 +170,6 @@ def test_a_shard_goes_on_where_it_was(tmp_path: Path, documents: Path, config: C
         "--hold-out 2 --merge 2": "argument --merge: not allowed with argument --hold-out",
         "--from-npy --chat": "argument --chat: not allowed with argument --from-npy",
         "--lists 3": "prepare --shard I/N, once for each I from 0 to N - 1, shares the files; --merge N joins",
-        "--from-lists l --task 1": "prepare --shard I/N",
-        "--part-size 10G": "prepare parts of the files to prefixes of their own, and name them all in data.train_data",
-        "--status l": "prepare --merge N names the shards that are not done",
     }.items(),
 )
 def test_wrong_options_are_one_line(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,6 @@ import pytest
 from pyarrow import parquet
 
 from megatron_fanformer.cli import main
-from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError
 from megatron_fanformer.prepare import prepare as hold_out
@@ -50,22 +49,15 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(
     assert hashes(tmp_path / "1") == hashes(tmp_path / "2") == hashes(tmp_path / "3")
 
 
-def test_lines_are_documents_or_counted_by_reason(tmp_path: Path, mixed: Path, prepare: Prepare) -> None:
-    seen: list[tuple[int, float]] = []
-    manifest = prepare(tmp_path / "out", mixed, progress=lambda *so_far: seen.append(so_far)).manifest
-    assert (manifest.lines_read, manifest.documents) == (7, 3)
-    assert seen[-1] == (3, 1.0)
-    assert manifest.refused == {"empty text": 1, "no text field": 1, "not JSON": 2}
-    assert [example.line for example in manifest.refused_examples] == [2, 3, 5, 6]
-
-
 def test_a_refused_lines_number_counts_from_its_own_file_over_blocks(
     tmp_path: Path, write_lines: WriteLines, prepare: Prepare
 ) -> None:
     first = write_lines("a.jsonl", [as_line("a")] * 3)
     second = write_lines("b.jsonl", [*[as_line("x" * 100_000)] * 11, b"{"])
-    manifest = prepare(tmp_path / "out", first, second).manifest
+    seen: list[tuple[int, float]] = []
+    manifest = prepare(tmp_path / "out", first, second, progress=lambda *so_far: seen.append(so_far)).manifest
     assert str(manifest.refused_examples[0]) == f"{second}:12: not JSON"
+    assert seen[-1] == (14, 1.0)
 
 
 def test_the_same_preparation_again_does_nothing(tmp_path: Path, mixed: Path, prepare: Prepare) -> None:
@@ -89,8 +81,9 @@ def test_an_output_that_names_a_folder_is_refused_before_anything(
             InputError, match=f"^output {output} names a folder; name a prefix in it, such as {remedy}$"
         ):
             prepare(output, mixed)
-    with pytest.raises(InputError, match="cannot be written"):
-        prepare(mixed / "out", mixed)
+    for output, refusal in ((mixed / "out", "cannot be written"), ("s3://bucket/web", "is on another store")):
+        with pytest.raises(InputError, match=refusal):
+            prepare(output, mixed)
     assert list(tmp_path.iterdir()) == [mixed]
 
 
@@ -174,31 +167,12 @@ def test_npy_ids_have_room_for_the_whole_vocabulary(vocab_size: int, dtype: str)
 def test_an_unfinished_preparation_of_another_kind_is_refused(
     tmp_path: Path, mixed: Path, damaged: Path, prepare: Prepare, settings: dict[str, Any]
 ) -> None:
-    """Of other settings, or of other inputs."""
     prefix = tmp_path / "out"
     with pytest.raises(CorruptError):
         prepare(prefix, mixed, damaged)
     inputs = [mixed, damaged] if settings else [mixed]
     with pytest.raises(InputError, match=rf"unfinished preparation.*{next(iter(settings), 'inputs')}"):
         prepare(prefix, *inputs, **settings)
-
-
-def test_the_ledger_says_where_each_document_came_from(
-    tmp_path: Path, write_lines: WriteLines, prepare: Prepare
-) -> None:
-    lines = [b'{"id": "x", "text": "one", "source": "web"}', b"{", b'{"id": 7, "text": "two two"}']
-    first, second = write_lines("a.jsonl.gz", lines), write_lines("b.jsonl", [as_line("three")])
-    prefix = str(tmp_path / "out")
-    prepare(prefix, first, second)
-    rows = parquet.read_table(prefix + ".ledger.parquet").to_pylist()
-    assert [(row["id"], row["source"], row["shard"], row["line"]) for row in rows] == [
-        ("x", "web", str(first), 1),
-        ("7", None, str(first), 3),
-        ("1", "test", str(second), 1),
-    ]
-    lengths = read_index(prefix).lengths.tolist()
-    assert [row["length"] for row in rows] == lengths
-    assert [row["first_token"] for row in rows] == [0, lengths[0], lengths[0] + lengths[1]]
 
 
 def test_text_files_are_documents_named_by_their_paths_beside_lines(
@@ -213,8 +187,6 @@ def test_text_files_are_documents_named_by_their_paths_beside_lines(
     rows = parquet.read_table(str(tmp_path / "out.ledger.parquet")).to_pylist()
     assert [(row["id"], row["line"]) for row in rows] == [(f"{folder}/a.md", 1), (f"{folder}/b/c.txt", 1), ("1", 1)]
     assert (manifest.lines_read, manifest.refused) == (5, {"empty text": 1, "invalid UTF-8": 1})
-    with pytest.raises(InputError, match=r"latin\.txt:1: invalid UTF-8"):
-        prepare(tmp_path / "strict", folder / "a.md", folder / "latin.txt", strict=True)
     with pytest.raises(InputError, match=r"a\.md is plain text, which holds no conversation"):
         prepare(tmp_path / "chat", folder / "a.md", chat=True)
 
@@ -313,15 +285,7 @@ def test_both_are_the_files_of_two_preparations(
     capsys.readouterr()
     assert run("together") == 0
     assert hashes(tmp_path / "together") == whole
-    printed = capsys.readouterr().out.splitlines()
-    number = len(files)
-    x, same = f"{tmp_path}/together/x", "already exists, made from the same input with the same settings"
-    assert [line for line in printed if " files, to " in line or "already" in line] == [
-        f"validation: {len(held)} of {number} files, to {x}-validation",
-        f"validation: {x}-validation {same}",
-        f"training: {number - len(held)} of {number} files, to {x}",
-        f"training: {x} {same}",
-    ]
+    assert capsys.readouterr().out.count("already exists") == 2
 
 
 def test_what_is_of_other_inputs_is_refused_before_anything_is_written(

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,20 @@ import pytest
 from megatron_fanformer.errors import FanformerError
 from megatron_fanformer.prepare import pipeline
 from tests.patience import wait_until
-from tests.prepare import commands
 from tests.prepare.making import Prepare, WriteLines, as_line, hashes
 from tests.prepare.mortal_workers import DEATHS, encode_or_die
 from tests.small_runs import start_command
+
+
+def session_members(session: int) -> list[int]:
+    """The processes of a session that live."""
+    members = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()  # state, parent, group, session, …
+            if int(fields[3]) == session and fields[0] != "Z":
+                members.append(int(folder.name))
+    return members
 
 
 def _is_worker(process: int) -> bool:
@@ -34,10 +45,6 @@ def test_a_worker_that_dies_has_its_file_tried_once_more(
     prepare(tmp_path / "new" / "out", file)
     assert file.with_name(DEATHS).read_text() == "0"
     assert hashes(tmp_path / "new") == hashes(tmp_path / "expected")
-    file.with_name(DEATHS).write_text("2")
-    with pytest.raises(FanformerError, match=r"two workers died while preparing .*a\.jsonl"):
-        prepare(tmp_path / "never" / "out", file)
-    assert list((tmp_path / "never").iterdir()) == []
 
 
 def test_the_files_beside_one_that_kills_its_worker_are_done(
@@ -55,7 +62,6 @@ def test_the_files_beside_one_that_kills_its_worker_are_done(
 
 
 def test_workers_import_neither_torch_nor_megatron() -> None:
-
     code = (
         "import sys, megatron_fanformer.prepare.prepare;print({'torch', 'megatron', 'transformers'} & set(sys.modules))"
     )
@@ -67,12 +73,12 @@ def test_workers_do_not_outlive_their_parent(tmp_path: Path, small_tokenizer_fil
     (long := tmp_path / "a.jsonl").write_bytes((as_line("one two three " * 7_500) + b"\n") * 320)
     command = [str(long), "--output", str(tmp_path / "out" / "tokens"), "--tokenizer", str(small_tokenizer_file)]
     process = start_command("prepare", *command, "--workers", "1")
-    wait_until(lambda: any(has_open(member, long) for member in commands.session_members(process.pid)))
-    (worker,) = (member for member in commands.session_members(process.pid) if has_open(member, long))
+    wait_until(lambda: any(has_open(member, long) for member in session_members(process.pid)))
+    (worker,) = (member for member in session_members(process.pid) if has_open(member, long))
     os.kill(worker, signal.SIGSTOP)
     process.kill()
     process.wait()
-    wait_until(lambda: not any(map(_is_worker, commands.session_members(process.pid))))
+    wait_until(lambda: not any(map(_is_worker, session_members(process.pid))))
     process.communicate()
 
 
