@@ -85,37 +85,25 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None:
         pass
 
-    def do_HEAD(self) -> None:
-        self._answer(is_head=True)
-
     def do_GET(self) -> None:
-        self._answer(is_head=False)
-
-    def _answer(self, *, is_head: bool) -> None:
         path = self.folder / unquote(urlsplit(self.path).path).lstrip("/")
         if not path.is_file():
-            self._end(404)
+            self.send_error(404)
             return
         status, body, stat = 200, path.read_bytes(), path.stat()
         headers = {"ETag": f'"{stat.st_mtime_ns}-{stat.st_ino}"'}
         if self.serves_ranges and (stated := self.headers.get("Range")):
             first, last = map(int, stated.removeprefix("bytes=").split("-"))
-            if first >= stat.st_size:
-                self._end(416)
-                return
             status, body = 206, body[first : last + 1]
             headers["Content-Range"] = f"bytes {first}-{first + len(body) - 1}/{stat.st_size}"
         self.send_response(status)
         for name, value in {"Content-Length": str(len(body)), **headers}.items():
             self.send_header(name, value)
         self.end_headers()
-        if not is_head:
+        if self.command != "HEAD":
             self.wfile.write(body)
 
-    def _end(self, status: int) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
+    do_HEAD = do_GET
 
 
 class _Server(ThreadingHTTPServer):

@@ -1,7 +1,6 @@
 """Micro batches: in the order of the samples on any ranks, and read by one rank of a group for all of it."""
 
 import dataclasses
-import functools
 import gc
 import os
 import signal
@@ -61,7 +60,7 @@ def test_all_ranks_together_take_the_samples_in_order(ranks: int, size: int) -> 
     assert interleaved == list(range(7, 7 + 5 * ranks * size))
 
 
-def test_loader_processes_do_not_change_the_order(run_on_ranks: Callable[..., list[Any]]) -> None:
+def test_loader_processes_do_not_change_the_order(run_on_ranks: RunOnRanks) -> None:
     in_processes = partial(drawn, micro_batch_size=2, num_workers=2)  # which a rank forks
     assert run_on_ranks(1, in_processes, 6) == [drawn(6, micro_batch_size=2)]
 
@@ -84,7 +83,7 @@ def leaves_random_state(num_workers: int) -> bool:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_the_trainings_random_state_is_not_touched(run_on_ranks: Callable[..., list[Any]], num_workers: int) -> None:
+def test_the_trainings_random_state_is_not_touched(run_on_ranks: RunOnRanks, num_workers: int) -> None:
     assert run_on_ranks(1, leaves_random_state, num_workers) == [True]
 
 
@@ -133,21 +132,15 @@ class Drawn:
         return {**sample, "document_ids": ids} if self.has_document_ids else sample
 
 
-def stream(has_document_ids: bool, num_workers: int = 0) -> Generator[dict[str, Tensor], None, None]:
-    return micro_batches(Drawn(has_document_ids), **ONE_RANK, micro_batch_size=SIZE, num_workers=num_workers)
-
-
-def shared(has_document_ids: bool, *, num_workers: int, **options: bool) -> Generator[dict[str, Tensor], None, None]:
-    group = dist.group.WORLD
-    assert group is not None
-    read = functools.partial(stream, has_document_ids, num_workers)
-    shape = {"micro_batch_size": SIZE, "seq_length": LENGTH}
-    return shared_batches(read, group, **shape, has_document_ids=has_document_ids, **options)
+def stream(has_document_ids: bool) -> Generator[dict[str, Tensor], None, None]:
+    return micro_batches(Drawn(has_document_ids), **ONE_RANK, micro_batch_size=SIZE)
 
 
 def taken_by_a_rank(has_document_ids: bool) -> tuple[list[dict[str, Tensor]], tuple[str, str, bool]]:
     """The batches that it takes, and the error at the end."""
-    batches = shared(has_document_ids, num_workers=0)
+    group, shape = dist.group.WORLD, {"micro_batch_size": SIZE, "seq_length": LENGTH}
+    assert group is not None
+    batches = shared_batches(partial(stream, has_document_ids), group, **shape, has_document_ids=has_document_ids)
     taken = []
     for _ in range(SAMPLES // SIZE):
         taken.append({name: tensor.clone() for name, tensor in next(batches).items()})
@@ -170,13 +163,10 @@ def test_all_ranks_take_what_the_first_one_reads(has_document_ids: bool, run_on_
     assert [other[1] for other in others] == [(*message, True)] * 2
 
 
-def take_without_use() -> None:
-    for batch in islice(shared(False, num_workers=0, is_used=False), SAMPLES // SIZE):
+def test_a_rank_without_use_for_samples_takes_zeros() -> None:
+    batches = shared_batches(mock.Mock(), mock.Mock(), micro_batch_size=SIZE, seq_length=LENGTH, is_used=False)
+    for batch in islice(batches, 2):
         assert not any(tensor.any() for tensor in batch.values()) and batch["tokens"].shape == (SIZE, LENGTH)
-
-
-def test_a_rank_without_use_for_samples_takes_zeros(run_on_ranks: RunOnRanks) -> None:
-    run_on_ranks(1, take_without_use)
 
 
 def by_hosts() -> tuple[list[int], list[str]]:

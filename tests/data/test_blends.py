@@ -20,10 +20,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def paths(*items: str) -> list[tuple[str, ...]]:
-    return [source.paths for source in parse_blend(items).sources]
-
-
 @pytest.mark.parametrize(
     ("items", "sources"),
     [
@@ -44,12 +40,12 @@ def test_without_weights_each_prefix_is_a_source(
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
 def test_a_pair_may_be_named_by_either_file(folder: Path, suffix: str) -> None:
-    assert paths("a" + suffix) == [("a",)]
+    assert parse_blend(["a" + suffix]).sources == [Source(("a",))]
     (folder / "a").mkdir()
-    assert paths("a") == [("a",)]  # not the folder
+    assert parse_blend(["a"]).sources == [Source(("a",))]  # not the folder
     for name in ("a.bin", "a.idx"):
         (folder / (name + ".idx")).touch()
-    assert paths("a" + suffix) == [("a" + suffix,)]  # a pair of this very name
+    assert parse_blend(["a" + suffix]).sources == [Source(("a" + suffix,))]  # a pair of this very name
 
 
 def test_numbers_are_weights_as_their_text_is(folder: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers import models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from megatron_fanformer.data.chat_template import (
     BEGINS_OTHERWISE,
@@ -95,8 +96,6 @@ def test_arguments_are_written_as_the_template_takes_them(written: str, stated: 
         # Earlier answers are shortened once others follow, as templates do that leave out earlier reasoning.
         ("{% for m in messages %}{{ m.content[: 9 if loop.last else 2] }}\n{% endfor %}", BEGINS_OTHERWISE),
         ("{{ raise_exception('roles must alternate') }}", REFUSED),
-        ("{{ messages[9].content }}", REFUSED),
-        ("{{ messages.append(1) }}", REFUSED),
         ("{{ ''.__class__.__mro__ }}", REFUSED),
         ("{{ 'a' * 10 ** 20 }}", REFUSED),
         (
@@ -195,21 +194,17 @@ TURNS = (
 )
 CONTENT, OPENING = "{{ m.content }}", "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 KINDS = {
-    "a content as it is": TURNS + OPENING,
+    "a content as it is": TURNS,
     "a content's parts": TURNS.replace(
         "ANSWER",
         "{% if m.content is string %}ANSWER{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}",
-    )
-    + OPENING,
-    "reasoning": TURNS.replace("ANSWER", "{% if m.reasoning_content %}<{{ m.reasoning_content }}>{% endif %}ANSWER")
-    + OPENING,
-    "names": TURNS.replace("<|{{ m.role }}|>", "<|{{ m.role }} {{ m.name }}|>") + OPENING,
-    "the first message": "{% if messages[0].role == 'system' %}!{% endif %}" + TURNS + OPENING,
-    "the date, and tools": "{{ strftime_now('%Y') }}{% if tools is not none %}{{ tools | tojson }}{% endif %}"
-    + TURNS
-    + OPENING,
+    ),
+    "reasoning": TURNS.replace("ANSWER", "{% if m.reasoning_content %}<{{ m.reasoning_content }}>{% endif %}ANSWER"),
+    "names": TURNS.replace("<|{{ m.role }}|>", "<|{{ m.role }} {{ m.name }}|>"),
+    "the first message": "{% if messages[0].role == 'system' %}!{% endif %}" + TURNS,
+    "the date, and tools": "{{ strftime_now('%Y') }}{% if tools is not none %}{{ tools | tojson }}{% endif %}" + TURNS,
 }
-KINDS = {name: source.replace("ANSWER", CONTENT) for name, source in KINDS.items()}
+KINDS = {name: source.replace("ANSWER", CONTENT) + OPENING for name, source in KINDS.items()}
 SPECIAL = {"bos_token": "<s>", "eos_token": "<|endoftext|>"}
 ASKED, SYSTEM = {"role": "user", "content": "Rain in Köln?", "name": "Ann"}, {"role": "system", "content": "Be brief."}
 CALL = {"type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
@@ -256,8 +251,6 @@ def applied(
     source: str, tokenizer: Path, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
 ) -> tuple[list[int], list[int]]:
     """The same by transformers; without marks it learns nothing."""
-    from transformers import PreTrainedTokenizerFast
-
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer), **SPECIAL)
     found = theirs.apply_chat_template(
         messages, tools=tools, chat_template=source, return_assistant_tokens_mask=True, return_dict=True

@@ -23,13 +23,11 @@ SEQ_LENGTH = 64
 
 @pytest.fixture
 def prefix(tmp_path: Path) -> str:
-    """Token files of thirty documents."""
     return write_pair(tmp_path / "samples", [[300 + 10 * number] for number in range(30)])
 
 
 @pytest.fixture
 def other_prefix(tmp_path: Path) -> str:
-    """Token files of one short document."""
     return write_pair(tmp_path / "other", [[700]], seed=1000)
 
 

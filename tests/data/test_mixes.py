@@ -96,16 +96,8 @@ def test_every_source_goes_on_from_its_place_epoch_after_epoch(data: dict[str, s
     assert len(order["b"]) > 2 * 123
 
 
-def test_a_later_stage_changes_nothing_before_it(data: dict[str, str]) -> None:
-    first = {"s51": "1 c 1 b"}
-    short = build(config(data, "1 a 1 c", **first), 150).train
-    other = build(config(data, "1 a 1 c", **first, s101="1 d 5 a"), 900).train
-    assert torch.equal(drawn(short, 100), drawn(other, 100))
-
-
 def test_counts_by_source_are_those_of_the_samples(data: dict[str, str]) -> None:
     stages = config(data, "1 a 1 c", s101="2 c 1 d 1 a")
-    sources = [Path(data[name]).with_suffix("").name for name in "acd"]
     for settings in (stages, config(data, "1 a 3 b 2 c")):
         train: Any = build(settings, 300).train
         sources = ["a", "c", "d"] if settings is stages else ["a", "b", "c"]
@@ -157,22 +149,18 @@ def test_each_problem_is_named(data: dict[str, str], fields: dict[str, Any], mes
 
 def test_stages_begin_one_after_the_other_within_the_run() -> None:
     names = ["from step 5", "from token 400", "from step 1", "from step 900"]
-    found = step_problems(names, train_iters=100, batch_tokens=100)
-    assert [line.split(";")[0] for line in found] == [
+    problems = step_problems(names, train_iters=100, batch_tokens=100)
+    assert [line.split(";")[0] for line in problems] == [
         "data.stages: 'from token 400' begins with step 5, as from step 5 does",
         "data.stages: 'from step 1' begins with step 1, as data.train_data does",
         "data.stages: 'from step 900' begins with step 900, after the last of 100",
     ]
 
 
-def checked(settings: DataConfig, samples: int) -> None:
-    checked_data = check_files(settings)
-    mixes = order_mixes(checked_data.train, checked_data.mixes, global_batch_size=1, seq_length=SEQ_LENGTH)
-    sizes = {"train_samples": samples, "valid_samples": 1}
-    SampleCounts(checked_data, SEQ_LENGTH).check(settings, **sizes, mixes=mixes)
-
-
 def test_a_source_without_a_whole_sample_is_refused(data: dict[str, str], tmp_path: Path) -> None:
     data["e"] = write_pair(tmp_path / "e", [[SEQ_LENGTH]])
+    settings = config(data, "a", s11="1 a 1 e")
+    checked_data = check_files(settings)
+    mixes = order_mixes(checked_data.train, checked_data.mixes, global_batch_size=1, seq_length=SEQ_LENGTH)
     with pytest.raises(InputError, match=r"e holds no whole sample of 64 tokens"):
-        checked(config(data, "a", s11="1 a 1 e"), 20)
+        SampleCounts(checked_data, SEQ_LENGTH).check(settings, train_samples=20, valid_samples=1, mixes=mixes)

@@ -15,11 +15,12 @@ from megatron_fanformer.data.check import check_files
 from megatron_fanformer.data.config import DataConfig
 from megatron_fanformer.data.datasets import build_datasets
 from megatron_fanformer.data.fingerprint import fingerprint_data
+from megatron_fanformer.data.manifest import read_manifest
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError
 from megatron_fanformer.evaluate.config import PerplexityConfig
 from megatron_fanformer.evaluate.survey import find_sets
 from tests.checkpoint.stores import needs_server, s3_server
-from tests.data.failing_stores import FORBIDDEN, REFUSED, Plan, PlannedFiles, http_server, planned
+from tests.data.failing_stores import FORBIDDEN, REFUSED, Plan, http_server, planned
 from tests.data.token_making import VOCAB_SIZE, write_manifest, write_npy, write_pair
 
 SEQ_LENGTH, SAMPLES = 64, 40
@@ -190,8 +191,8 @@ def test_a_store_that_stays_down_ends_the_run_with_one_line(folder: Path, tmp_pa
 
 
 def test_no_right_at_the_start_is_an_input_error_and_shows_no_secret(folder: Path, tmp_path: Path) -> None:
-    refused = pytest.raises(InputError, match="check its name and rights")
-    with planned(folder, Plan(1.0, kinds=(FORBIDDEN,))) as url, refused:
+    plan = Plan(1.0, kinds=(FORBIDDEN,))
+    with planned(folder, plan) as url, pytest.raises(InputError, match="check its name and rights"):
         check_files(config_of(url, tmp_path / "cache"))
     with planned(folder, Plan(1.0, kinds=(REFUSED,))) as url, pytest.raises(FanformerError) as raised:
         check_files(config_of(url, tmp_path / "cache"))
@@ -256,18 +257,7 @@ def test_perplexity_sets_are_those_of_the_local_files(
         assert read(url) == read(folder)
 
 
-def test_manifests_that_may_not_be_read_count_as_none(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_manifests_that_may_not_be_read_count_as_none(folder: Path) -> None:
     """A store that gives no right to list says of a file that is not there that there is no right to it."""
-    read = PlannedFiles.cat_file
-
-    def cat_file(self: PlannedFiles, path: str, *arguments: Any, **named: Any) -> bytes:
-        if path.endswith(".manifest.json"):
-            raise PermissionError("403")
-        return read(self, path, *arguments, **named)
-
-    monkeypatch.setattr(PlannedFiles, "cat_file", cat_file)
-    with planned(folder) as url:
-        checked_data = check_files(config_of(url, tmp_path / "cache"), VOCAB_SIZE)
-    assert [file.max_token_id for file in checked_data.npy_files.values()] == [None, None]
+    with planned(folder, Plan(1.0, kinds=(FORBIDDEN,))) as url:
+        assert read_manifest(f"{url}/one") is None

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_fanformer.data.batches import micro_batches
 from megatron_fanformer.data.check import check_files
 from megatron_fanformer.data.config import DataConfig
 from megatron_fanformer.data.samples import NpyDataset, Span, sample_spans
@@ -31,28 +30,18 @@ def paths(tmp_path: Path) -> list[str]:
     return [write_npy(tmp_path / f"{number}.npy", tokens, seed=number) for number, tokens in enumerate(TOKENS)]
 
 
-def dataset_of(paths: list[str], *, samples: int | None = None, seed: int = SEED) -> NpyDataset:
-    return NpyDataset(
-        open_npy_files(paths, "uint16"), seq_length=SEQ_LENGTH, seed=seed, vocab_size=VOCAB_SIZE, samples=samples
-    )
-
-
-def slices(paths: list[str]) -> list[list[int]]:
-    """Every whole sample of the raw files, in their order, with nothing of the package."""
-    raw = [np.fromfile(path, "<u2") for path in paths]
-    return [
-        file[first : first + SEQ_LENGTH].tolist()
-        for file in raw
-        for first in range(0, len(file) - SEQ_LENGTH + 1, SEQ_LENGTH)
-    ]
-
-
 @pytest.mark.parametrize("epoch", [0, 1, 7])
 def test_the_samples_of_an_epoch_are_those_of_numpys_own_shuffle(paths: list[str], epoch: int) -> None:
     numbers = np.arange(SAMPLES, dtype=np.uint32)
     np.random.Generator(np.random.PCG64(SEED + epoch)).shuffle(numbers)
-    dataset, raw = dataset_of(paths, samples=8 * SAMPLES), slices(paths)
+    raw = [
+        file[first : first + SEQ_LENGTH].tolist()
+        for file in (np.fromfile(path, "<u2") for path in paths)
+        for first in range(0, len(file) - SEQ_LENGTH + 1, SEQ_LENGTH)
+    ]
     assert len(raw) == SAMPLES
+    files = open_npy_files(paths, "uint16")
+    dataset = NpyDataset(files, seq_length=SEQ_LENGTH, seed=SEED, vocab_size=VOCAB_SIZE, samples=8 * SAMPLES)
     drawn = [dataset[epoch * SAMPLES + position]["tokens"].tolist() for position in range(SAMPLES)]
     assert drawn == [raw[number] for number in numbers]
     for outside in (-1, 8 * SAMPLES):
@@ -166,21 +155,14 @@ def test_documents_are_those_of_the_token_files_and_nothing_else_changes(tmp_pat
     assert several > 2 * MARKED_SAMPLES
 
 
-def test_a_batch_has_the_marks_that_are_set(tmp_path: Path) -> None:
+def test_only_the_marks_that_are_set_are_made(tmp_path: Path) -> None:
     source = write_source(tmp_path, "pair")
-
-    def batch_of(**fields: Any) -> dict[str, torch.Tensor]:
-        dataset = build(DataConfig(train_data=source, **fields)).train
-        places = {"data_parallel_rank": 0, "data_parallel_size": 1}
-        return next(micro_batches(dataset, consumed_samples=0, micro_batch_size=3, **places))
-
-    plain = batch_of()
-    within = batch_of(reset_attention_mask=True)
-    assert within.pop("document_ids").dtype == torch.int32
-    assert all(torch.equal(within[name], plain[name]) for name in plain) and plain.keys() == within.keys()
-    masked = batch_of(eod_mask_loss=True)
+    plain, within, masked = (
+        build(DataConfig(train_data=source, **fields)).train[0]
+        for fields in ({}, {"reset_attention_mask": True}, {"eod_mask_loss": True})
+    )
+    assert within.keys() - plain.keys() == {"document_ids"} and torch.equal(within["loss_mask"], plain["loss_mask"])
     assert masked.keys() == plain.keys() and masked["loss_mask"].sum() < plain["loss_mask"].sum()
-    assert torch.equal(masked["position_ids"], plain["position_ids"])
 
 
 def test_the_id_that_ends_documents_is_known_or_refused(tmp_path: Path, olmo_tokenizer_file: Path) -> None:
