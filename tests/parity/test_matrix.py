@@ -68,7 +68,7 @@ MODEL = {"preset": "fanformer-1b"}
 TRAINING = {"run_dir": "none", "train_iters": 10, "global_batch_size": 32}
 # The norms' gradients are sums over the heads of all ranks.
 MUON = {
-    "model": {**MODEL, "qk_layernorm": True, "num_query_groups": 8},
+    "model": {**MODEL, "qk_layernorm": True, "num_query_groups": 8, "rope_scaling": YARN},
     "training": {**TRAINING, "z_loss_coefficient": 1e-2},
     "optimizer": {"name": "muon", "lr": 1e-3, "clip_grad": 0.1},
 }
@@ -118,7 +118,7 @@ def long_pool() -> Iterator[RankPool]:
         full({"model": {**MODEL, "rope_scaling": YARN}}, SCALED_POSITIONS, 2, name="scaled positions"),
         full({"optimizer": in_bf16("adamw")}, (*PAIRS, *COMBINED), 4, name="moments in bf16 in more layouts"),
         full({"optimizer": in_bf16("muon")}, (*TWO, "pp=2,dp=2"), 4, name="Muon's in bf16"),
-        pytest.param(MUON, TWO, 2, id="Muon, norms of heads, z-loss"),
+        pytest.param(MUON, (*TWO, "pp=2"), 2, id="Muon, norms of heads, z-loss, YaRN"),
         full(MUON, (*PAIRS, *COMBINED, *OWNERS_OVER_BOTH), 2, name="Muon in more layouts"),
         full({}, BY_HEADS, 2, name="heads for parts of the sequence"),  # within documents each run has one
         full(DOCUMENTS, WITHIN_DOCUMENTS, 2, name="within documents"),
