@@ -29,7 +29,7 @@ from megatron_fanformer.errors import FanformerError
 from megatron_fanformer.runtime.agreement import raise_on_all
 
 BATCH_FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
-READ_AHEAD_SAMPLES = 32  # that a loader process fetches together from other stores, so that requests overlap
+READ_AHEAD_SAMPLES = 32  # from other stores, a loader process fetches so many at a time: their requests overlap
 DOCUMENT_IDS = "document_ids"
 """Field of samples whose attention stays within documents: the number of each token's document in its sample."""
 READ, FAILED = 1, 0  # flags of a shared buffer; a simulated rank reads 1 from any tensor (`plan.simulation.INVENTED`)
@@ -127,7 +127,7 @@ def _raise_errors(tasks: Iterator[list[Any]]) -> Generator[dict[str, Tensor], No
 def sample_numbers(
     dataset_size: int, *, consumed_samples: int, micro_batch_size: int, data_parallel_rank: int, data_parallel_size: int
 ) -> Iterator[list[int]]:
-    """Yield, without end, the numbers of the samples in each micro batch that `micro_batches` returns."""
+    """Yield, without end, the sample numbers of each micro batch, by the rule of `micro_batches`."""
     stride = data_parallel_size * micro_batch_size
     for first in count(consumed_samples + data_parallel_rank * micro_batch_size, stride):
         yield [sample % dataset_size for sample in range(first, first + micro_batch_size)]

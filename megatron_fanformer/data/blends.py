@@ -65,11 +65,7 @@ class Source:
 
     @property
     def _file_names(self) -> list[str]:
-        return (
-            list(self.paths)
-            if self.is_npy
-            else [f"{path}{suffix}" for path in self.paths for suffix in (".bin", ".idx")]
-        )
+        return [path + suffix for path in self.paths for suffix in ([""] if self.is_npy else [".bin", ".idx"])]
 
 
 def source_labels(sources: Sequence[Source]) -> list[str]:

@@ -154,7 +154,7 @@ class _DatasetBuilder:
         """Return the dataset of `samples` training samples of a run of several mixes."""
         sources = list(dict.fromkeys(source for mix in mixes for source in mix.blend.sources))
         numbers = {source: number for number, source in enumerate(sources)}
-        drawn = np.zeros(len(sources), np.int64)  # samples of each source, up to the current mix
+        drawn = np.zeros(len(sources), np.int64)  # the samples that mixes so far draw from each source
         orders = []
         for mix, end in mix_ends(mixes, samples):
             mix_sources = [numbers[source] for source in mix.blend.sources]
@@ -197,7 +197,7 @@ class _DatasetBuilder:
 
         datasets = [BlendSource(dataset, Split(part)) for dataset in samples]
         kinds = [type(dataset).__name__ for dataset in samples]
-        if len(set(kinds)) > 1:  # megatron-core's file names depend on the kinds of several
+        if len(set(kinds)) > 1:  # megatron-core's file names depend on the kinds; with one kind, older folders are kept
             identity = {**identity, "kinds": kinds}
         with index_folder(self._data.cache, identity) as folder:
             config = self._config(folder, blend.sources, None, part, None)

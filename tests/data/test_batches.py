@@ -151,7 +151,6 @@ def taken_by_a_rank(has_document_ids: bool) -> tuple[list[dict[str, Tensor]], tu
 
 @pytest.mark.parametrize("has_document_ids", [False, True])
 def test_all_ranks_take_what_the_first_one_reads(has_document_ids: bool, run_on_ranks: RunOnRanks) -> None:
-    """To the bit, and its error."""
     expected = list(islice(stream(has_document_ids), SAMPLES // SIZE))
     first, *others = run_on_ranks(3, taken_by_a_rank, has_document_ids)
     for taken, *_ in (first, *others):

@@ -84,7 +84,9 @@ def test_a_blends_weights_decide_where_samples_come_from(
 
 
 def test_a_split_gives_disjoint_documents(prefix: str) -> None:
-    datasets = build(DataConfig(train_data=[prefix], split="80,20,0"), valid_samples=None)
+    config = DataConfig(train_data=[prefix], split="80,20,0")
+    datasets = build(config, valid_samples=None)
+    assert list(datasets.valid) == config.validation_sets
     documents = {name: set(d.document_index.tolist()) for name, d in (("t", datasets.train), *datasets.valid.items())}
     assert documents == {"t": set(range(24)), "validation": set(range(24, 30))}
 

@@ -110,8 +110,6 @@ def test_folders_and_patterns_are_listed_in_the_order_of_local_ones(folder: Path
 @pytest.mark.parametrize("kind", ["planned", "http"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_micro_batches_come_in_the_local_order(kind: str, workers: int, folder: Path, tmp_path: Path) -> None:
-    """From loaders that are forked off a process that has used the store."""
-
     def drawn(place: Path | str, num_workers: int) -> list[dict[str, torch.Tensor]]:
         train = train_set(config_of(place, tmp_path / "cache", "mixed"))
         settings = {"consumed_samples": 3, "micro_batch_size": 3, "data_parallel_rank": 1, "data_parallel_size": 2}
