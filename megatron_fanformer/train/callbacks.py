@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 class Callback:
-    """Work around training steps. All ranks make the same calls in the same order, because many are collective."""
+    """Work that accompanies training steps. All ranks make the same calls in the same order: many are collective."""
 
     def begin_step(self, step: int) -> None:
         """Prepare for a step, before it is computed or skipped."""
@@ -103,7 +103,7 @@ class StepMetrics(Callback):
         if self._grid.device == "cuda":
             peak_bytes = torch.cuda.max_memory_allocated()
         else:
-            peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # ru_maxrss is in KiB
         largest = torch.tensor(peak_bytes, dtype=torch.int64, device=self._grid.torch_device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return {"params_norm": weight_norm(self._optimizer), "peak_memory_bytes": int(largest)}
@@ -157,7 +157,10 @@ class Stragglers(Callback):
         return event
 
     def after_step(self, step: int, *, is_skipped: bool) -> dict[str, Any]:
-        """If a report is due, return the median and the longest of the ranks' times since the last, and warn of it."""
+        """If a report is due, return the median and the slowest of the ranks' times, and warn of a straggler.
+
+        The time of a rank is the median over its steps since the last report.
+        """
         if not is_due(step, self._interval):
             return {}
         on_cpu = self._grid.device == "cpu"
@@ -167,9 +170,10 @@ class Stragglers(Callback):
         dist.all_gather_into_tensor(gathered, gathered.new_tensor([statistics.median(seconds or [0.0])]))
         times = gathered.tolist()
         # Stages differ in their work, so a rank is compared with the ranks of its own stage, which are consecutive.
-        ranks = len(times) // self._grid.groups.pp.size()
-        medians = [statistics.median_low(times[first : first + ranks]) for first in range(0, len(times), ranks)]
-        factors = [seconds / max(medians[rank // ranks], 1e-9) for rank, seconds in enumerate(times)]
+        # In a stage of two ranks, the low median is the time of the faster one.
+        per_stage = len(times) // self._grid.groups.pp.size()
+        medians = [statistics.median_low(times[first : first + per_stage]) for first in range(0, len(times), per_stage)]
+        factors = [taken / max(medians[rank // per_stage], 1e-9) for rank, taken in enumerate(times)]
         slowest = max(range(len(times)), key=factors.__getitem__)
         if factors[slowest] > STRAGGLER_FACTOR and self._grid.is_main:
             logger.warning(
@@ -204,31 +208,32 @@ class SourceCounter(Callback):
     ) -> None:
         self._config, self._train, self._skipped_steps = config, datasets.train, skipped_steps
         self._names: list[str] = []
-        self._stage_starts = {step: name for name, step in config.mix_steps().items()}
+        self._stage_starts = {first: name for name, first in config.mix_steps().items()}
         if config.data.is_chats:
             return
         counts = SampleCounts(data, config.model.seq_length)
-        epochs: dict[Source, float] = {}  # the samples in one epoch
+        epoch_samples: dict[Source, float] = {}  # the samples in one epoch of each source
         for mix in run_mixes(config, data):
-            epoch_samples = counts.epoch_samples(config.data, mix.blend)
-            epochs |= dict(zip(mix.blend.sources, epoch_samples, strict=True))
-        self._names = [redacted(source.name) for source in epochs]
+            in_mix = counts.epoch_samples(config.data, mix.blend)
+            epoch_samples |= dict(zip(mix.blend.sources, in_mix, strict=True))
+        self._names = [redacted(source.name) for source in epoch_samples]
         numbers = {name: number for number, name in enumerate(self._names)}
         # Without stages, the dataset counts a source that the blend names twice as two sources: map both to one name.
-        dataset_sources = epochs if config.data.stages else data.train.sources
+        dataset_sources = epoch_samples if config.data.stages else data.train.sources
         self._name_numbers = [numbers[redacted(source.name)] for source in dataset_sources]
-        self._labels = source_labels(list(epochs))
-        self._epoch_samples = np.array(list(epochs.values()))
+        self._labels = source_labels(list(epoch_samples))
+        self._epoch_samples = np.array(list(epoch_samples.values()))
         self._step, known = (0, {}) if totals is None else (step, totals)
         tokens = [known.get(name, {}).get("tokens", 0) for name in self._names]
         self._samples = np.array(tokens, np.int64) // config.model.seq_length
-        self._former = {name: dict(counted) for name, counted in known.items() if name not in numbers}
+        self._former = {name: dict(counted) for name, counted in known.items() if name not in numbers}  # as they were
 
     def begin_step(self, step: int) -> None:
         """Log the name of the stage that begins with this step, if one does."""
         if step in self._stage_starts:
-            stage = self._stage_starts[step]
-            logger.info("step %d  its samples and those after it are of data.stages, %r", step, stage)
+            logger.info(
+                "step %d  its samples and those after it are of data.stages, %r", step, self._stage_starts[step]
+            )
 
     def totals_after(self, step: int) -> SourceTotals:
         """Return the totals of each source after a step, sources of earlier configurations included; collective.

@@ -287,7 +287,7 @@ def load_config(
     values, moved_in_file = rename_moved_fields(read_values(file), MOVED_FIELDS)
     overridden = read_overrides(overrides, advice=advice)
     _report_moved([*moved_in_file, *(name for name in overridden if name in MOVED_FIELDS)], report)
-    changes = {MOVED_FIELDS.get(name, name): value for name, value in overridden.items()}
+    changes = {MOVED_FIELDS.get(name, name): value for name, value in overridden.items()}  # "": the field is gone
     return _build_config(overlay(values, {name: value for name, value in changes.items() if name}))
 
 
@@ -363,7 +363,8 @@ def _checkpoint_and_model(values: dict[str, Any]) -> tuple[str, FANformerConfig]
     """Return the run's newest checkpoint, or `checkpoint.load` if it has none, and the model of that checkpoint."""
     fields = flatten(values)  # not checked yet: their type may be wrong
     run, load = (fields.get(name) for name in ("training.run_dir", "checkpoint.load"))
-    for checkpoint in reversed(run_folder.complete_checkpoints(Path(run))) if isinstance(run, str) and run else ():
+    checkpoints = run_folder.complete_checkpoints(Path(run)) if isinstance(run, str) and run else []
+    for checkpoint in reversed(checkpoints):
         try:
             return str(checkpoint), run_folder.saved_model(checkpoint)
         except CorruptError:

@@ -13,12 +13,7 @@ import torch.distributed as dist
 from megatron_fanformer.checkpoint.run_folder import VALIDATION_LOSS
 from megatron_fanformer.errors import DivergenceError, InputError
 from megatron_fanformer.evaluate.rows import Stopped, evaluating, row_losses
-from megatron_fanformer.evaluate.scoring import (
-    perplexity_metrics,
-    perplexity_of_sets,
-    scores_of_tasks,
-    task_metrics,
-)
+from megatron_fanformer.evaluate.scoring import perplexity_metrics, perplexity_of_sets, scores_of_tasks, task_metrics
 from megatron_fanformer.evaluate.survey import EvaluationSurvey
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.train.callbacks import is_due
@@ -59,8 +54,9 @@ class Evaluation:
         is_validation_due, is_scoring_due = self._due_parts(step)
         metrics: dict[str, float] = {}
         try:
-            for name, dataset in validation_sets.items() if is_validation_due else ():
-                metrics |= self._validation_loss(step, stages, name, dataset)
+            if is_validation_due:
+                for name, dataset in validation_sets.items():
+                    metrics |= self._validation_loss(step, stages, name, dataset)
             if is_scoring_due and self._survey.sets:
                 metrics |= self._perplexity_metrics(step, stages)
             if is_scoring_due and self._survey.tasks:
@@ -102,10 +98,9 @@ class Evaluation:
 
     def _task_metrics(self, step: int, stages: list[Any]) -> dict[str, float]:
         """Return the main metric and the bits per byte of each task, under OLMo's names."""
-        tasks = self._survey.tasks
-        scores = scores_of_tasks(stages, tasks, self._grid, every_metric=False, **self._scoring_options)
+        scores = scores_of_tasks(stages, self._survey.tasks, self._grid, every_metric=False, **self._scoring_options)
         metrics: dict[str, float] = {}
-        for name, task in tasks.items():
+        for name, task in self._survey.tasks.items():
             values = task_metrics(task, scores[name])
             for metric in [task.metric, BITS_PER_BYTE]:  # may be the same
                 if metric in values:

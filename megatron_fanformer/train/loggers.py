@@ -89,7 +89,7 @@ def logger_problems(config: LoggingConfig) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """The arguments of every logger: where a run logs, and after which step it starts, resumes or goes back to."""
+    """The arguments of every logger: where a run logs, and the step after which it starts or continues."""
 
     run: Path
     """The run's folder."""
@@ -118,7 +118,7 @@ class Logger(ABC):
 
     @abstractmethod
     def __init__(self, start: Start) -> None:
-        """Open the log, and remove records of steps after `start.step`; or ignore those steps until they are over."""
+        """Open the log and remove its records of steps after `start.step`; else `write` must ignore those steps."""
 
     @abstractmethod
     def write(self, step: int, metrics: dict[str, Any]) -> None:
@@ -176,7 +176,7 @@ class ProgressLine(Logger):
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._console, self._interval, self._total = start.console, start.logging.log_interval, start.steps
-        self._started, self._first = time.monotonic(), start.step
+        self._started, self._start_step = time.monotonic(), start.step
         self._bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -196,7 +196,7 @@ class ProgressLine(Logger):
         status = "  ".join(texts) or "skipped"
         self._bar.update(self._task, completed=step, status=status)
         if not self._console.is_terminal and (step % self._interval == 0 or step == self._total):
-            seconds_per_step = (time.monotonic() - self._started) / max(1, step - self._first)
+            seconds_per_step = (time.monotonic() - self._started) / max(1, step - self._start_step)
             seconds_left = seconds_per_step * (self._total - step)
             line = f"step {step}/{self._total}  {status}  left {format_duration(seconds_left)}"
             self._console.print(line, highlight=False, soft_wrap=True)
@@ -215,8 +215,9 @@ class TensorBoard(Logger):
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(start.run / TENSORBOARD_FOLDER), purge_step=start.step + 1)
-        configuration = f"```yaml\n{yaml.safe_dump(start.values, sort_keys=False)}```"
-        self._writer.add_text("configuration", configuration, start.step)
+        self._writer.add_text(
+            "configuration", f"```yaml\n{yaml.safe_dump(start.values, sort_keys=False)}```", start.step
+        )
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
         """Record the metrics of one step."""
@@ -258,7 +259,7 @@ class WeightsAndBiases(Logger):
             ),
         )
         write_atomically(file, self._run.id)
-        self._last_step = max(start.step, self._run.step - 1)  # the second is the last step that the server has
+        self._last_step = max(start.step, self._run.step - 1)  # `step` is the next one of the server
         if self._run.url:
             logger.info("Weights & Biases: %s", self._run.url)
 

@@ -64,7 +64,7 @@ def attention_notice(config: RunConfig, grid: RankGrid) -> str | None:
     if grid.device != "cuda" or chosen_engine_attention() != "unfused":
         return None
     if config.kernels.attention_backend != "auto" or config.dtype(grid.device).itemsize != 2:
-        return None  # the user has chosen it, or it is the only one for float32
+        return None  # the user has chosen the backend, or float32 leaves no other
     return (
         "Transformer Engine has no fused attention for this run, and keeps every score: slower, and memory grows with "
         "the square of the sequence (docs/gpu.md#attention; NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 say why)"

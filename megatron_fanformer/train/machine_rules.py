@@ -136,17 +136,17 @@ def _product_sizes(
     model: FANformerConfig, parallel: ParallelConfig, precision: PrecisionConfig, micro_batch_size: int
 ) -> Iterator[tuple[str, int]]:
     """Yield a description and the size of each dimension of the matrices that one rank multiplies in FP8."""
-    tensor = parallel.tensor_model_parallel_size
-    share = f" / tensor parallel size {tensor}" if tensor > 1 else ""
+    ranks = parallel.tensor_model_parallel_size
+    share = f" / tensor parallel size {ranks}" if ranks > 1 else ""
     yield "model.hidden_size", model.hidden_size
-    yield f"model.ffn_hidden_size{share}", model.ffn_hidden_size // tensor
-    yield f"the width of the attention heads{share}", model.num_attention_heads * model.kv_channels // tensor
-    yield f"the width of queries, keys and values{share}", model.qkv_rows // tensor
+    yield f"model.ffn_hidden_size{share}", model.ffn_hidden_size // ranks
+    yield f"the width of the attention heads{share}", model.num_attention_heads * model.kv_channels // ranks
+    yield f"the width of queries, keys and values{share}", model.qkv_rows // ranks
     if precision.fp8_fan and model.has_fan:
-        is_whole = parallel.fan_form == "sequence"
-        yield f"the rows of the FAN map{'' if is_whole else share}", model.fan_rows // (1 if is_whole else tensor)
-    ranks = parallel.context_parallel_size * (tensor if parallel.sequence_parallel else 1)
-    yield "a micro batch's number of tokens", micro_batch_size * model.seq_length // ranks
+        is_whole = parallel.fan_form == "sequence"  # each rank then has all rows of the map
+        yield f"the rows of the FAN map{'' if is_whole else share}", model.fan_rows // (1 if is_whole else ranks)
+    sequence_parts = parallel.context_parallel_size * (ranks if parallel.sequence_parallel else 1)
+    yield "a micro batch's number of tokens", micro_batch_size * model.seq_length // sequence_parts
 
 
 def fp8_machine_problems(precision: PrecisionConfig, device: devices.DeviceKind) -> Iterator[str]:

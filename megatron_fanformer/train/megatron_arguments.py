@@ -144,7 +144,7 @@ def convert(words: Sequence[str]) -> Converted:
             flag = "--" + name.replace("_", "-")
             not_carried.append(f"{' '.join([flag, *words_of_argument])}: {reason}")
             continue
-        fields[field] = {**fields.get(field, {}), **value} if field == VALIDATION else value
+        fields[field] = {**fields.get(field, {}), **value} if field == VALIDATION else value  # a set per argument
     if "data_path" in arguments and not {SPLIT, VALIDATION} & fields.keys():
         fields[SPLIT] = DEFAULT_SPLIT
     values = overlay({}, {**fields, **read_overrides(overrides, advice=advice)})
@@ -197,22 +197,26 @@ def _convert_value(name: str, field: str, arguments: Arguments) -> Any:
         is_valid = len(numbers) == 2 and all(type(number) is int and number > 0 for number in numbers)
         if "rampup_batch_size" in arguments or not is_valid:
             raise ValueError(f"{field} is in steps, which follow from samples by one --global-batch-size alone")
-        return numbers[0] // numbers[1]
+        return numbers[0] // numbers[1]  # samples by samples of a step
     if name == "data_args_path":
         return [f"@{word}" for word in words]
     blend = [part for word in words for part in word.split()]
     if field == VALIDATION:
-        return {name.partition("_")[0]: blend}
+        return {name.partition("_")[0]: blend}  # the set is called valid or test
     if field == SPLIT:
         return ",".join(re.findall(r"[.0-9]+", " ".join(words)))  # Megatron-LM reads splits with this pattern
     return blend if field == TRAIN_DATA else _parse_words(field, words)
 
 
 def _parse_words(field: str, words: list[str]) -> Any:
-    """Return words in the first form that the field allows: True (no words), one value, or a list; numbers first."""
+    """Return words in the first form that the field allows: a number, a text, numbers, texts; True without words.
+
+    If the field allows no form, return the first one (without words, no number), which the error then shows.
+    """
     numbers = [_parse_number(word) for word in words]
-    forms = [numbers, words] if len(words) != 1 else [*numbers, *words, numbers, words]
-    return next((form for form in (forms if words else [True]) if not _value_problems(field, form)), forms[0])
+    single_values = [*numbers, *words] if len(words) == 1 else []
+    forms = [*single_values, numbers, words] if words else [True]
+    return next((form for form in forms if not _value_problems(field, form)), forms[0] if words else [])
 
 
 def _parse_number(text: str) -> Any:
@@ -224,7 +228,7 @@ def _parse_number(text: str) -> Any:
 
 
 def _value_problems(name: str, value: Any) -> list[str]:
-    """Return the reasons why a field cannot have a value; empty if it can."""
+    """Return the reasons why a field cannot have a value, but not that the fields besides it are missing."""
     return [line for line in value_problems(overlay({}, {name: value}), RunConfig) if line.startswith(f"{name} is ")]
 
 

@@ -70,7 +70,7 @@ def weight_norm(optimizer: "MegatronOptimizer") -> float:
 
 
 def _config_overrides(rule: AdamW, stages: list[Any]) -> dict[Any, dict[str, Any]]:
-    """Return the entries of parameter groups that differ from the defaults, by megatron-core's key for the weights."""
+    """Return the entries of each parameter group that has any, by megatron-core's key for the weights of the group."""
     from megatron.core.optimizer import ParamKey
     from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 
@@ -79,9 +79,10 @@ def _config_overrides(rule: AdamW, stages: list[Any]) -> dict[Any, dict[str, Any
         is_copy = getattr(parameter, "shared_embedding", False)
         return rule.group_entries(EMBEDDING if is_copy else name, parameter.ndim)
 
-    groups = [entries_of(parameter, name) for stage in stages for name, parameter in stage.named_parameters()]
+    by_weight = [entries_of(parameter, name) for stage in stages for name, parameter in stage.named_parameters()]
+    groups = {tuple(sorted(entries.items())): entries for entries in by_weight if entries}
     overrides: dict[Any, dict[str, Any]] = {}
-    for key, entries in {tuple(sorted(entries.items())): entries for entries in groups if entries}.items():
+    for key, entries in groups.items():
         predicate = ParamWithNamePredicate(
             name=str(key), fn=lambda parameter, name, entries=entries: entries_of(parameter, name) == entries
         )
@@ -117,7 +118,7 @@ def _replacing_adam(torch_class: type[torch.optim.Optimizer] | None) -> Iterator
     sharding.HAVE_APEX_OR_TE = True  # stays set: it makes state dicts read and write the step in the groups
     with (
         mock.patch.object(megatron_optimizer, "Adam", torch_class),
-        mock.patch.object(megatron_optimizer, "USING_PYTORCH_OPTIMIZER", False),
+        mock.patch.object(megatron_optimizer, "USING_PYTORCH_OPTIMIZER", False),  # True would take torch's
         mock.patch.object(distrib_optimizer, "Adam", torch_class),
     ):
         yield

@@ -45,9 +45,9 @@ class AdamW(OptimizerStates):
         """Return the torch optimizer to use instead of megatron-core's Adam; None: use megatron-core's.
 
         Each state must be a tensor of the weight's shape; everything else belongs into the parameter group. Our Adam is
-        used if neither Transformer Engine nor apex has a fused one for these number formats. torch's AdamW cannot be:
-        megatron-core's distributed optimizer would load one shared step tensor into the states of all parameters, the
-        step would advance once per parameter, and a resumed run would silently go wrong.
+        used if neither Transformer Engine nor apex has a fused one for these number formats. torch's AdamW cannot be
+        used: megatron-core's distributed optimizer would load one shared step tensor into the states of all parameters,
+        the step would advance once per parameter, and a resumed run would silently go wrong.
         """
         import megatron.core.optimizer as megatron_optimizer
 

@@ -10,7 +10,7 @@ of a layer's map (in both outputs at placement `qk_and_v`), and p is its phase b
 
 Each phase is on exactly one rank, so counts, sums and maxima over all ranks are those of a run on a single rank.
 
-Shapes: n tokens of a micro batch, k rows of the map on one rank, over all outputs.
+Shapes: n = s b tokens of a micro batch (s positions of b samples), k rows of the map on one rank, over all outputs.
 """
 
 from collections.abc import Iterator
@@ -67,11 +67,12 @@ class PhaseHealth(Callback):
             return {}
         sums, largest = self._reduce_over_ranks()
         self._layer_phases = []
-        cos, sin, weight_squares, phase_squares = sums.split([self._units, self._units, 2, 2], dim=1)
-        tokens = phase_squares[:, :1] / self._units
+        cos, sin, weight_squares, phases, phase_squares = sums.split([self._units, self._units, 2, 1, 1], dim=1)
+        tokens = phases / self._units
+        # Each point (cos p, sin p) has length 1, so its mean square distance from the mean is 1 - |mean|².
         spread = (1 - (cos / tokens).square() - (sin / tokens).square()).clamp_(min=0).sqrt_()
         metrics = {
-            "health/phase_rms": (phase_squares[:, 1] / phase_squares[:, 0]).sqrt(),
+            "health/phase_rms": (phase_squares / phases)[:, 0].sqrt(),
             "health/phase_max": largest.amax(1),
             "health/dead_units": (spread < DEAD_SPREAD).double().mean(1),
             "health/coarse_units": (largest >= COARSE_PHASE).double().mean(1),
@@ -81,12 +82,15 @@ class PhaseHealth(Callback):
         return {name: values.tolist() for name, values in metrics.items()}
 
     def _reduce_over_ranks(self) -> tuple[Tensor, Tensor]:
-        """Return the sums [layers, 2 units + 4] and the largest |p| [layers, units] over all ranks, on the CPU."""
+        """Return the sums [layers, 2 units + 4] and the largest |p| [layers, units] over all ranks, on the CPU.
+
+        The sums of a layer are the fields of `_LayerPhases`: `resultant` (2 units), `weight_squares`, `phase_totals`.
+        """
         device = self._grid.torch_device
         sums = torch.zeros(self._layers, 2 * self._units + 4, dtype=torch.float64, device=device)
         largest = torch.zeros(self._layers, self._units, dtype=torch.float32, device=device)
         for layer in self._layer_phases:
-            sums[layer.number] = torch.cat([layer.resultant.flatten(), layer.weight_squares, layer.phase_squares])
+            sums[layer.number] = torch.cat([layer.resultant.flatten(), layer.weight_squares, layer.phase_totals])
             largest[layer.number] = layer.largest
         dist.all_reduce(sums)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
@@ -105,7 +109,7 @@ class _LayerPhases:
         """Sums of cos p and of sin p by unit."""
         self.largest = torch.zeros(units, dtype=torch.float32, device=device)
         """The largest |p| of each unit."""
-        self.phase_squares = torch.zeros(2, dtype=torch.float64, device=device)
+        self.phase_totals = torch.zeros(2, dtype=torch.float64, device=device)
         """The number of phases, and the sum of their squares."""
         self.weight_squares = torch.zeros(2, dtype=torch.float64, device=device)
         """Sums of squares of the periodic and of the linear rows; 0 if another rank with the same rows counts them."""
@@ -115,8 +119,7 @@ class _LayerPhases:
     @torch.no_grad()
     def add(self, _linear: torch.nn.Module, _inputs: Any, output: tuple[Tensor, Any]) -> None:
         """Add the map's output [p | g] of a micro batch, [s, b, k]; a forward hook."""
-        is_recomputation = torch._C._current_graph_task_id() != -1  # within backward
-        if is_recomputation:
+        if torch._C._current_graph_task_id() != -1:  # within backward, which recomputes the map
             return
         if self._counts_weights:  # here, because the weights are up to date once the forward pass has begun
             self._counts_weights = False
@@ -129,15 +132,15 @@ class _LayerPhases:
             self.resultant[0, units] += phases.cos().sum(0, dtype=torch.float64)
             self.resultant[1, units] += phases.sin().sum(0, dtype=torch.float64)
             self.largest[units] = torch.maximum(self.largest[units], phases.abs().amax(0))
-            self.phase_squares[0] += phases.numel()
-            self.phase_squares[1] += phases.square().sum(dtype=torch.float64)
+            self.phase_totals[0] += phases.numel()
+            self.phase_totals[1] += phases.square().sum(dtype=torch.float64)
 
     def _outputs(self) -> Iterator[tuple[slice, slice, slice]]:
         """Yield for each output of the map this rank's periodic rows, their units in the layer, and the linear rows."""
         shard = self.fan.shard
-        row = unit = 0
-        for periodic, linear in shard.outputs:
-            first, middle, end = unit + shard.rank * periodic, row + periodic, row + periodic + linear
-            yield slice(row, middle), slice(first, first + periodic), slice(middle, end)
-            row = end
-            unit += shard.ranks * periodic
+        row = unit = 0  # the output's first row on this rank, and its first unit in the layer
+        for periodic, linear in shard.outputs:  # the numbers of rows on this rank
+            middle, end = row + periodic, row + periodic + linear
+            own_unit = unit + shard.rank * periodic
+            yield slice(row, middle), slice(own_unit, own_unit + periodic), slice(middle, end)
+            row, unit = end, unit + shard.ranks * periodic

@@ -16,12 +16,7 @@ from megatron_fanformer.checkpoint.remote import fetch_checkpoint, fetch_newer
 from megatron_fanformer.configuration import flatten
 from megatron_fanformer.convert.recognition import find_checkpoint
 from megatron_fanformer.data.chats import pack
-from megatron_fanformer.data.check import (
-    CheckedData,
-    check_files,
-    training_conversations,
-    validation_conversations,
-)
+from megatron_fanformer.data.check import CheckedData, check_files, training_conversations, validation_conversations
 from megatron_fanformer.data.fingerprint import (
     DataFingerprint,
     describe_other_tokenizer,
@@ -119,9 +114,9 @@ def find_start(
     if problems or checkpoints is None or evaluation is None:
         raise InputError("\n".join(problems))
     run, steps = Path(config.training.run_dir), f"{config.training.steps:,}"
-    is_saved = bool(candidates) and run_folder.step_of(candidates[0]) == config.training.steps
+    is_complete = bool(candidates) and run_folder.step_of(candidates[0]) == config.training.steps
     # With a mirror the run starts even if it is complete, to finish copying.
-    if unless_complete and is_saved and not damaged and config.checkpoint.mirror is None:
+    if unless_complete and is_complete and not damaged and config.checkpoint.mirror is None:
         logger.info(
             "complete: %s of %s steps in %s; raise training.%s to train on, or name another training.run_dir",
             *(steps, steps, run, length_field),
@@ -158,7 +153,7 @@ def _check_config(
     problems += section_problems
     if not section_problems:
         config = collect_problems(problems, lambda: with_steps(config)) or config
-        problems += config.joint_problems(replicas or 1)
+        problems += config.joint_problems(replicas or 1)  # None: their number is a problem already
     tokenizer_problems = _tokenizer_problems(config)
     problems += tokenizer_problems
     if tokenizer_problems or section_problems:
@@ -261,12 +256,12 @@ def _data_identity(config: RunConfig, data: CheckedData, candidates: Sequence[Pa
     from megatron_fanformer.checkpoint.stored_files import read_table, saved_progress  # imports torch
 
     train_samples = dataset_sizes(config)["train_samples"]
-    # With several mixes, the order of a source's samples does not depend on their number.
-    is_repeated = not (config.data.is_chats or config.data.stages) and SampleCounts(
+    # Whether the order of samples depends on their number: with conversations or several mixes it does not.
+    needs_number = not (config.data.is_chats or config.data.stages) and SampleCounts(
         data, config.model.seq_length
     ).repeats_pairs(config.data, train_samples=train_samples)
     mixes = run_mixes(config, data)
-    present = fingerprint_data(config.data, data, samples=train_samples if is_repeated else None, mixes=mixes)
+    present = fingerprint_data(config.data, data, samples=train_samples if needs_number else None, mixes=mixes)
     manifests = [read_manifest(prefix) for mix in mixes for source in mix.blend.sources for prefix in source.prefixes]
     digests = [manifest.tokenizer.sha256 for manifest in manifests if manifest]
     if present.tokenizer and (other := describe_other_tokenizer(digests, present.tokenizer, "data.tokenizer")):
@@ -281,8 +276,9 @@ def _data_identity(config: RunConfig, data: CheckedData, candidates: Sequence[Pa
         if progress is None or before is None:
             logger.info("%s does not say which data it was trained on; taking those of this configuration", checkpoint)
             return present
-        allowed, run = config.data.allow_change, config.training.run_dir
-        identity = resumed_fingerprint(before, present, step=progress.step, allowed=allowed, run=run)
+        identity = resumed_fingerprint(
+            before, present, step=progress.step, allowed=config.data.allow_change, run=config.training.run_dir
+        )
         for change in identity.changes[len(before.changes) :]:
             logger.info("data changed after step %d: %s: %s", change.step, change.name, change.what)
         return identity

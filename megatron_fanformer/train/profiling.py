@@ -24,16 +24,16 @@ class Profiler:
 
     def __init__(self, config: LoggingConfig, grid: RankGrid, run: Path) -> None:
         self._grid, self._run = grid, run
-        is_profiled = config.profile_ranks is None or grid.rank in config.profile_ranks
-        self._first, self._last = (is_profiled and config.profile_steps) or (1, 0)
+        steps = config.profile_steps if config.profile_ranks is None or grid.rank in config.profile_ranks else None
+        self._first, self._last = steps or (1, 0)  # (1, 0): no steps
         self._profile: profile | None = None
 
     @contextmanager
     def recording(self, step: int) -> Iterator[None]:
         """Profile a training step if it is one of `logging.profile_steps`.
 
-        The profiler stays on from step to step, so it also records the work between two of them. The profile is written
-        after the last.
+        The profiler stays on from step to step, so it also records the work between two steps. The profile is written
+        after the last step to profile.
         """
         if not self._first <= step <= self._last:
             yield

@@ -3,7 +3,7 @@
     good                     the weights are updated
     bad, good when repeated  a machine was at fault: the weights are updated by the second attempt
     bad                      the step's samples are skipped, the weights stay
-    several bad in a row     the run goes back to the last checkpoint before them, and skips them from the start
+    several bad in a row     the run goes back to the last checkpoint before them, and skips them from then on
 
 Every rank comes to the same decision, because the numbers that it judges are equal on all ranks (`step.gradient_norm`).
 The trainer carries the decision out. Events are appended to `recovery.jsonl` in the run's folder; a resumed run reads
@@ -90,7 +90,7 @@ class EventLog:
     """Counts the events of a run on every rank, and writes them to `recovery.jsonl` on rank 0.
 
     Args:
-        past_events: the events at the start of the run, the same on all ranks.
+        past_events: the events of the run before this process started, the same on all ranks.
         is_writer: whether this is rank 0.
     """
 
@@ -121,7 +121,7 @@ class EventLog:
             file.write(b"\n" * is_cut_off + line.encode() + b"\n")
 
     def totals(self) -> dict[str, int]:
-        """Return the metrics that count the events so far; a step counts as skipped once, however often it is."""
+        """Return the metrics that count the events so far; a step that was skipped twice counts once."""
         return {TOTALS[event]: len(set(steps) if event == "skipped" else steps) for event, steps in self._steps.items()}
 
 
@@ -129,7 +129,7 @@ class BadSteps:
     """Decides which steps are bad, and which to skip.
 
     Args:
-        past_events: the events at the start of the run.
+        past_events: the events of the run before this process started.
     """
 
     def __init__(self, config: RecoveryConfig, past_events: list[dict[str, Any]]) -> None:
@@ -202,10 +202,10 @@ class BadSteps:
         return skipped
 
     def note_saved(self) -> None:
-        """Note that a checkpoint was saved; if a step after the bad ones was good, the run may go back again.
+        """Note that a checkpoint was saved; if a step after the bad ones was good, count rewinds from 0 again.
 
-        Without a good step after them, the run has only skipped the bad steps again; if it could go back then, a run
-        that has no more good steps would never end.
+        Without a good step after them, the run has only skipped the bad steps again. If the count began again then, a
+        run that has no more good steps would go back for ever.
         """
         if self._last_good > self._last_bad:
             self._rewinds = 0

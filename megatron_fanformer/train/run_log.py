@@ -51,8 +51,7 @@ class RunLog:
             raise InputError(
                 f"log file {file} cannot be written ({error.strerror}); name another logging.folder"
             ) from None
-        pattern = f"%(asctime)s %(levelname)s rank {self._rank} %(name)s: %(message)s"
-        handler.setFormatter(logging.Formatter(pattern))
+        handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s rank {self._rank} %(name)s: %(message)s"))
         self._handlers.append(handler)
         logging.getLogger().addHandler(handler)
         assert handler.stream is not None

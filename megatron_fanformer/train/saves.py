@@ -34,12 +34,7 @@ class Checkpointer:
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        grid: RankGrid,
-        listener: InterruptListener,
-        *,
-        note_saved: Callable[[], None],
+        self, config: RunConfig, grid: RankGrid, listener: InterruptListener, *, note_saved: Callable[[], None]
     ) -> None:
         self._config, self._grid = config, grid
         self._listener, self._note_saved = listener, note_saved
@@ -47,7 +42,7 @@ class Checkpointer:
 
     @functools.cached_property
     def _saver(self) -> "CheckpointSaver":
-        """Created after the first step, because importing torch's distributed tensors takes some 0.4 s."""
+        """What writes checkpoints; created after the first step, because its imports take some 0.4 s."""
         from megatron_fanformer.checkpoint.saving import CheckpointSaver
 
         return CheckpointSaver(
@@ -64,11 +59,11 @@ class Checkpointer:
         self._listener.clear_save_requests()
         with record_function("phase saving"):
             published = self._saver.save(step=step, **state)
-        self._log_saved(step, published)
+        self._note_published(step, published)
 
     def publish_if_written(self, step: int, *, blocking: bool) -> None:
         """Publish the checkpoint in progress if it is completely written; `blocking`: wait until it is."""
-        self._log_saved(step, self._saver.finish_due(blocking=blocking))
+        self._note_published(step, self._saver.finish_due(blocking=blocking))
 
     def copy_to_mirror(self, step: int) -> None:
         """Start copying the published checkpoint of a step to the mirror."""
@@ -81,7 +76,7 @@ class Checkpointer:
             return
 
         def finish() -> None:
-            is_stopping = was_stopped or self._listener.pending().stop  # in the last step, or during the last save
+            is_stopping = was_stopped or self._listener.pending().stop  # a signal may have come during the last save
             seconds = STOPPED_MIRROR_SECONDS if is_stopping else FINISH_SECONDS
             self._mirror.finish(lambda: not is_stopping and self._listener.pending().stop, seconds)
 
@@ -89,10 +84,10 @@ class Checkpointer:
 
     def close(self) -> None:
         """Abort the checkpoint in progress, if any."""
-        if "_saver" in vars(self):
+        if "_saver" in vars(self):  # the cached property has been created
             self._saver.close()
 
-    def _log_saved(self, step: int, published: Path | None) -> None:
+    def _note_published(self, step: int, published: Path | None) -> None:
         if published is not None:
             self._note_saved()
             logger.info("step %d  saved %s", step, published)  # the checkpoint may be of an earlier step

@@ -93,7 +93,7 @@ def build_scheduler(
     min_lr = lr / 10 if config.min_lr is None else config.min_lr
     for group in optimizer.param_groups:
         factor = group.get("lr_mult", 1.0)
-        group["max_lr"], group["min_lr"] = factor * lr, factor * min_lr
+        group["max_lr"], group["min_lr"] = factor * lr, factor * min_lr  # the scheduler prefers them to its own
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

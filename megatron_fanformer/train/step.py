@@ -13,11 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
@@ -76,7 +72,7 @@ def wrap_stages(
     """
     config = chunks[0].config
     config.finalize_model_grads_func = finalize_model_grads
-    # Read when the wrapper is made: if False, gradients are averaged over the replicas before they are finalized.
+    # Read when the stages are wrapped: if False, gradients are averaged over the replicas before they are finalized.
     config.calculate_per_token_loss = True
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=grad_reduce_in_fp32,
@@ -109,7 +105,7 @@ def drop_gradient_hooks(wrapped: list[DistributedDataParallel]) -> None:
 
 @contextmanager
 def weights_in_step(stages: list[DistributedDataParallel]) -> Iterator[None]:
-    """Let the block read up-to-date weights; with `overlap_param_gather` the next forward pass would gather them."""
+    """Let the block read up-to-date weights: with `overlap_param_gather`, gather them before the next forward pass."""
     overlapping = [stage for stage in stages if stage.ddp_config.overlap_param_gather]
     for stage in overlapping:
         stage.disable_forward_pre_hook(param_sync=True)
@@ -161,7 +157,7 @@ def attempt_step(
     optimizer.zero_grad()
     reports = run_schedule(stages, batches, grid, _sum_loss, num_micro_batches=num_micro_batches, forward_only=False)
     local = None
-    if reports:
+    if reports:  # only the last stage has losses to report
         loss_and_tokens = torch.stack([report["loss_and_tokens"] for report in reports]).sum(0)
         head = getattr(stages[-1].module, "output_layer", None)
         z_loss_sum = head.take_z_losses() if isinstance(head, LossHead) else None
@@ -191,8 +187,8 @@ def gradient_norm(optimizer: MegatronOptimizer, grid: RankGrid) -> float:
     norm_group = single_optimizers(optimizer)[0].get_grad_stats_parallel_group()
     if norm_group.size() == grid.world_size:
         return local
-    finite = local if math.isfinite(local) else math.inf  # NaN cannot be compared
-    largest = torch.tensor(finite, dtype=torch.float64, device=grid.torch_device)
+    comparable = local if math.isfinite(local) else math.inf  # NaN cannot be compared
+    largest = torch.tensor(comparable, dtype=torch.float64, device=grid.torch_device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return float(largest)
 

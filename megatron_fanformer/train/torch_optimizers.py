@@ -66,7 +66,7 @@ class Adam(torch.optim.Optimizer):
             blocks = (tensor.view(-1).split(COPIED_ELEMENTS) for tensor in tensors)
             for weight, gradient, *moments in zip(*blocks, strict=True):
                 exact = [moment.float() for moment in moments]  # a float32 moment is returned itself, not copied
-                _update(group, [weight], [gradient], exact[:1], exact[1:])
+                _update(group, [weight], [gradient], [exact[0]], [exact[1]])
                 for moment, value in zip(moments, exact, strict=True):
                     moment.copy_(value)  # rounds to bf16
 
@@ -96,7 +96,7 @@ def _update(
     group: dict[str, Any], weights: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor]
 ) -> None:
     beta1, beta2 = group["betas"]
-    step = torch.full((), float(group["step"]), device=group["params"][0].device)  # the kernel only reads it
+    step = torch.full((), float(group["step"]), device=group["params"][0].device)  # shared: the kernel only reads it
     torch._fused_adamw_(
         weights,
         gradients,
@@ -139,11 +139,13 @@ class Matrix:
     def part_shapes(self) -> list[tuple[int, int]]:
         """The shapes of the matrices that are orthogonalized: the whole one, or queries, keys and values."""
         rows, columns = (size * (self.shards if axis == self.dimension else 1) for axis, size in enumerate(self.shard))
-        groups = rows // sum(self.rows_of_group) if self.rows_of_group else 1
-        return [(groups * part, columns) for part in self.rows_of_group or (rows,)]
+        if not self.rows_of_group:
+            return [(rows, columns)]
+        groups = rows // sum(self.rows_of_group)
+        return [(groups * rows_of_part, columns) for rows_of_part in self.rows_of_group]
 
     def update(self, whole: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-        """Return the orthogonalized matrix [m, n], times `scale` and the square root of its longer side."""
+        """Return the orthogonalized matrix [m, n], times `scale` and the root of its longer side; QKV part by part."""
 
         def orthogonalize_part(part: Tensor) -> Tensor:
             factor = scale * math.sqrt(max(part.shape))
@@ -151,8 +153,9 @@ class Matrix:
 
         if not self.rows_of_group:
             return orthogonalize_part(whole)
-        by_group = whole.unflatten(0, (-1, sum(self.rows_of_group))).split(self.rows_of_group, dim=1)
-        parts = [orthogonalize_part(part.flatten(0, 1)).unflatten(0, (part.shape[0], -1)) for part in by_group]
+        # Queries, keys and values are each [query groups, rows of one group, n] until they are flattened.
+        by_part = whole.unflatten(0, (-1, sum(self.rows_of_group))).split(self.rows_of_group, dim=1)
+        parts = [orthogonalize_part(part.flatten(0, 1)).unflatten(0, (part.shape[0], -1)) for part in by_part]
         return torch.cat(parts, dim=1).flatten(0, 1)
 
 
@@ -215,7 +218,7 @@ class MuonAndAdam(Adam):
         buffer = state.float()  # a float32 state is returned itself, not copied
         buffer.lerp_(main.grad, 1 - momentum)
         state.copy_(buffer)  # rounds to the format of the state
-        return torch.lerp(main.grad, buffer, momentum, out=None if buffer is state else buffer)
+        return torch.lerp(main.grad, buffer, momentum, out=None if buffer is state else buffer)  # reuses a copy
 
 
 def exchange_updates(
@@ -267,7 +270,8 @@ def exchange_updates(
 
 
 def _join_parts(matrix: Matrix, parts: Sequence[Tensor], tensor_size: int) -> Tensor:
-    """Return the whole matrix [m, n] from the flat parts of all ranks of the group."""
+    """Return the whole matrix [m, n] from the flat parts of the ranks, ordered as in `Settings.group`."""
+    # Every `tensor_size`-th rank has a part of the same shard.
     shards = [torch.cat(list(parts[shard::tensor_size])).view(matrix.shard) for shard in range(matrix.shards)]
     return torch.cat(shards, dim=matrix.dimension) if len(shards) > 1 else shards[0]
 

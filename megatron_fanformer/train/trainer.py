@@ -143,7 +143,7 @@ class Trainer:
             metrics = self._train_one_step()
         if self._bad_steps.limit_reached:
             self._go_back()
-            return "signal" if self._interrupts.stop else None
+            return "signal" if self._interrupts.stop else None  # without a save: the last checkpoint has this state
         for callback in (*self._callbacks, self._source_counter):
             metrics.update(callback.after_step(self.step, is_skipped="skipped" in metrics))
         try:
@@ -212,11 +212,11 @@ class Trainer:
         return result, second_fault
 
     def _attempt(self, batches: StepBatches) -> tuple[StepResult, str | None]:
-        parts = (self._wrapped, self._optimizer, iter(batches), self.grid, self._num_micro_batches)
+        arguments = (self._wrapped, self._optimizer, iter(batches), self.grid, self._num_micro_batches)
         with ExitStack() as contexts:
             for callback in self._callbacks:
                 contexts.enter_context(callback.around_attempt(self.step))
-            result = attempt_step(*parts, listen=self._listener.pending)
+            result = attempt_step(*arguments, listen=self._listener.pending)
         return result, self._bad_steps.fault_in(result.loss, result.grad_norm)
 
     def _record_skip(self, reason: str) -> dict[str, Any]:
@@ -242,7 +242,7 @@ class Trainer:
         first, last = min(faults), max(faults)
         steps = f"step {first}" if first == last else f"steps {first} to {last}"
         names = on_main(lambda: [path.name for path in run_folder.checkpoints_to_resume(self.run)])
-        checkpoint_of_first = run_folder.checkpoint_name(first)
+        checkpoint_of_first = run_folder.checkpoint_name(first)  # names sort by step
         earlier = [self.run / run_folder.CHECKPOINTS / name for name in names if name < checkpoint_of_first]
         refusal = self._bad_steps.rewind_refusal if earlier else "there is no checkpoint to go back to"
         if refusal is not None:
@@ -390,7 +390,7 @@ class Trainer:
                 break
             except CorruptError as error:
                 damaged.append((checkpoint, error))
-                # UnreadableError: the checksums are right, but the library fails, so it would on earlier ones as well.
+                # UnreadableError: the checksums are right, but the library fails, as it would on earlier ones.
                 if not self.config.recovery.use_earlier_checkpoint or isinstance(error, UnreadableError):
                     raise
         else:
