@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_fanformer.configuration import flatten
-from megatron_fanformer.model.config import FANformerConfig, nearest_p_ratio
+from megatron_fanformer.model.config import FANformerConfig, nearest_p_ratio, p_ratio_of
 from megatron_fanformer.runtime.layout import ParallelConfig
 
 HEAD_SIZE = 16
 MIN_LAYERS = 4
 MIN_SEQUENCE = 32
 VOCABULARY_UNIT = 16
-UNPADDED = 3  # the vocabulary is by so many ids smaller than a multiple, so that it is padded
+PADDING = 3  # the vocabulary is this many ids smaller than a multiple, so that padding is trained, too
 MICRO_BATCH = 2
-BUCKETS = 4  # of gradients: overlapped communication of a large model has several, too
+BUCKETS = 4  # of gradients, if their communication is overlapped: a large model has several, too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,23 +52,23 @@ def shrink(model: FANformerConfig, micro_batch_size: int, layouts: list[Parallel
         ffn_hidden_size=max(1, round(model.ffn_hidden_size * hidden / model.hidden_size / ffn_unit)) * ffn_unit,
         num_attention_heads=heads,
         num_query_groups=groups if model.num_query_groups is not None else None,
-        vocab_size=VOCABULARY_UNIT * multiple - UNPADDED,
+        vocab_size=VOCABULARY_UNIT * multiple - PADDING,
         make_vocab_size_divisible_by=multiple,
         seq_length=min(model.seq_length, -(-MIN_SEQUENCE // sequence_unit) * sequence_unit),
     )
-    small = _with_rows_that_divide(model, small, unit)
+    small = _with_divisible_rows(model, small, unit)
     micro = min(micro_batch_size, MICRO_BATCH)
     # With virtual stages, the number of micro batches must be a multiple of the number of stages.
     multiples = [layout.pipeline_model_parallel_size if layout.virtual_stages > 1 else 1 for layout in layouts]
-    replicas = [layout.data_parallel_size or 1 for layout in layouts]
-    batch = micro * math.lcm(*(2 * number * multiple for number, multiple in zip(replicas, multiples, strict=True)))
+    replicas = [layout.data_parallel_size or 1 for layout in layouts]  # each takes 2 micro batches or more
+    batch = micro * math.lcm(*(2 * count * multiple for count, multiple in zip(replicas, multiples, strict=True)))
     before, after = (flatten(dataclasses.asdict(config)) for config in (model, small))
     changes = tuple(f"{name} {before[name]} -> {after[name]}" for name in before if before[name] != after[name])
     return SmallRun(model=small, global_batch_size=batch, micro_batch_size=micro, changes=changes)
 
 
 def _groups(groups: int, layouts: list[ParallelConfig]) -> int:
-    """Return a small number of query groups that has the same common divisor with each layout's ranks as `groups`."""
+    """Return a small number of query groups that layouts divide like `groups`: by the same greatest common divisor."""
     fewest = 1
     for layout in layouts:
         ranks = layout.tensor_model_parallel_size * (layout.context_parallel_size if layout.exchanges_heads else 1)
@@ -77,29 +77,28 @@ def _groups(groups: int, layouts: list[ParallelConfig]) -> int:
 
 
 def _layers(num_layers: int, layouts: list[ParallelConfig]) -> int:
+    """Return a small number of layers, which stages and uniform recomputation divide equally."""
     unit = 1
-    names = (
-        "num_layers_in_first_pipeline_stage",
-        "num_layers_in_last_pipeline_stage",
-        "pipeline_model_parallel_layout",
-    )
     for layout in layouts:
-        if any(getattr(layout, name) is not None for name in names):
+        counts = (layout.num_layers_in_first_pipeline_stage, layout.num_layers_in_last_pipeline_stage)
+        if any(count is not None for count in (*counts, layout.pipeline_model_parallel_layout)):
             return num_layers  # these fields count layers of the whole model
         recomputed = layout.recompute_num_layers if layout.recompute_method == "uniform" else None
         unit = math.lcm(unit, layout.pipeline_model_parallel_size * layout.virtual_stages * (recomputed or 1))
     return min(num_layers, -(-MIN_LAYERS // unit) * unit)
 
 
-def _with_rows_that_divide(model: FANformerConfig, small: FANformerConfig, unit: int) -> FANformerConfig:
-    """Return the small model with p_ratios by which `unit` divides its FAN maps' rows; some rows stay periodic."""
-    replaced: dict[str, Any] = {}
-    names = ("p_ratio", "v_p_ratio")
-    sizes = zip(names, small.placement.maps(small), model.placement.maps(model), strict=False)
-    for name, (*_, width, p_ratio), full in sizes:
+def _with_divisible_rows(model: FANformerConfig, small: FANformerConfig, unit: int) -> FANformerConfig:
+    """Return the small model with p_ratios that make the rows of its FAN maps divisible by `unit`.
+
+    A map that has periodic rows in `model` keeps at least `unit` of them.
+    """
+    for number, full_map in enumerate(model.placement.maps(model)):
+        # Read in each round: unless v_p_ratio is set, the map of values has the p_ratio that the first round changes.
+        _, field, width, p_ratio = small.placement.maps(small)[number]
         periodic = int(p_ratio * width)
-        if int(p_ratio * full.width) and not periodic:
-            replaced[name] = nearest_p_ratio(unit / width, width, unit)
-        elif periodic % unit or (width - 2 * periodic) % unit:
-            replaced[name] = nearest_p_ratio(p_ratio, width, unit)
-    return dataclasses.replace(small, fan=dataclasses.replace(small.fan, **replaced))
+        fewest = unit if int(full_map.p_ratio * full_map.width) else 0
+        if periodic < fewest or periodic % unit or (width - 2 * periodic) % unit:
+            new: dict[str, Any] = {field: nearest_p_ratio(max(p_ratio, p_ratio_of(fewest, width)), width, unit)}
+            small = dataclasses.replace(small, fan=dataclasses.replace(small.fan, **new))
+    return small

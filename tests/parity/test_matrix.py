@@ -50,10 +50,7 @@ WITHIN_DOCUMENTS = words("""
     tp=2 tp=2,sp=true,fan=sequence pp=2 pp=2,vpp=2,recompute=full dp=2 cp=4,cp_comm_type=a2a
     tp=2,sp=true,cp=2,cp_comm_type=a2a,recompute=selective cp=2,pp=2,vpp=2,cp_comm_type=a2a
 """)
-OWNERS_OVER_BOTH = (
-    "tp=2,dp=2,distributed_optimizer=true",
-    "tp=2,sp=true,dp=2,fan=sequence,distributed_optimizer=true",
-)
+BOTH = words("tp=2,dp=2,distributed_optimizer=true tp=2,sp=true,dp=2,fan=sequence,distributed_optimizer=true")
 BY_HEADS = ("cp=2,cp_comm_type=a2a", "cp=2,cp_comm_type=a2a,recompute=full", "tp=2,cp=2,cp_comm_type=a2a")
 YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 8, "beta_fast": 2.0}
 PLACEMENTS: dict[str, dict[str, object]] = {
@@ -119,7 +116,7 @@ def long_pool() -> Iterator[RankPool]:
         full({"optimizer": in_bf16("adamw")}, (*PAIRS, *COMBINED), 4, name="moments in bf16 in more layouts"),
         full({"optimizer": in_bf16("muon")}, (*TWO, "pp=2,dp=2"), 4, name="Muon's in bf16"),
         pytest.param(MUON, (*TWO, "pp=2"), 2, id="Muon, norms of heads, z-loss, YaRN"),
-        full(MUON, (*PAIRS, *COMBINED, *OWNERS_OVER_BOTH), 2, name="Muon in more layouts"),
+        full(MUON, (*PAIRS, *COMBINED, *BOTH), 2, name="Muon in more layouts"),
         full({}, BY_HEADS, 2, name="heads for parts of the sequence"),  # within documents each run has one
         full(DOCUMENTS, WITHIN_DOCUMENTS, 2, name="within documents"),
         *(full({}, LAYOUTS[at : at + 4], 100, name=f"a hundred steps, from {at}") for at in range(0, len(LAYOUTS), 4)),

@@ -15,7 +15,10 @@ MODELS = {
     "7b grouped": dataclasses.replace(PRESETS["fanformer-7b"], num_query_groups=8),
     "one key head": dataclasses.replace(PRESETS["fanformer-1b"], num_query_groups=1),
     "own values": dataclasses.replace(PRESETS["fanformer-1b"], fan=FANConfig(placement="qk_and_v", v_p_ratio=0.125)),
-    "few periodic rows": dataclasses.replace(PRESETS["fanformer-1b"], fan=FANConfig(p_ratio=8 / 2048)),
+    "values by p_ratio": dataclasses.replace(
+        PRESETS["fanformer-7b"], num_query_groups=8, fan=FANConfig(placement="qk_and_v", p_ratio=304 / 4096)
+    ),
+    "few periodic rows": dataclasses.replace(PRESETS["fanformer-1b"], fan=FANConfig(p_ratio=32 / 2048)),
     "transformer": PRESETS["fanformer-1b-transformer"],
     "FAN layers for the MLP": dataclasses.replace(PRESETS["fanformer-1b"], fan=FANConfig(placement="ffn")),
 }
@@ -38,6 +41,7 @@ def test_layouts_that_are_legal_stay_so(name: str) -> None:
     assert small.model.problems() == []
     for layout in layouts:
         assert layout_problems(small.model, layout) == []
+        assert bool(shrink(model, 4, [layout]).model.periodic_units) == bool(model.periodic_units)
         replicas = layout.data_parallel_size or 1
         assert batch_problems(layout, replicas, small.global_batch_size, small.micro_batch_size) == []
         assert small.global_batch_size // (small.micro_batch_size * replicas) >= 2
@@ -61,5 +65,4 @@ def test_ratios_are_kept(name: str) -> None:
     assert small.num_attention_heads / small.query_groups == model.num_attention_heads / model.query_groups
     assert small.ffn_hidden_size / small.hidden_size == model.ffn_hidden_size / model.hidden_size
     assert small.padded_vocab_size > small.vocab_size
-    assert bool(small.periodic_units) == bool(model.periodic_units)
     assert small.fan.placement == model.fan.placement
