@@ -58,7 +58,7 @@ def _refuse_compressed(file: Any) -> None:
 
 
 def check_archive(path: Path, name: str, file: Any) -> None:
-    """Raise CorruptError, which names `path` and `name`, if a torch archive is damaged by the CRC-32 of its records."""
+    """Raise CorruptError, which names `path` and `name`, if a torch archive has a record whose CRC-32 is wrong."""
     try:
         with zipfile.ZipFile(file) as archive:
             damaged = archive.testzip()
@@ -94,7 +94,7 @@ def reporting_damage(
     """Raise CorruptError in place of the exceptions that reading `source` in the block raises.
 
     Args:
-        trusted, whole: the remedies in the message if `source` holds more than data, and if it is damaged.
+        trusted, whole: the remedy in the message if `source` holds more than data; the remedy if it is damaged.
         also: further exceptions that a damaged file causes.
     """
     try:
@@ -164,4 +164,4 @@ def read_records(file: Any) -> Any:
             (name,) = [name for name in archive.namelist() if name.rpartition("/")[2] == PICKLE]
             return RestrictedUnpickler(io.BytesIO(archive.read(name)), lambda _module, _name: Record).load()
     except Exception as error:  # damaged archives and pickles raise exceptions of every kind
-        raise ValueError(f"it is damaged, or no archive of torch's ({error})") from error
+        raise ValueError(f"it is damaged, or not an archive of torch's ({error})") from error

@@ -75,7 +75,7 @@ class StoredTensors:
         self._places = {(index.fqn, tuple(index.offset or ())): info for index, info in table.storage_data.items()}
 
     def meta(self, name: str, number: int | None = None) -> Tensor:
-        """Return the tensor that `read` returns, on the meta device."""
+        """Return a tensor on the meta device with the shape and type of the one that `read` returns."""
         stored = self.described[name]
         shape = stored.size if number is None else stored.size[1:]
         return torch.empty(shape, dtype=stored.properties.dtype, device="meta")
@@ -104,7 +104,7 @@ class StoredTensors:
 
     def _part(self, name: str, stored: TensorStorageMetadata, chunk: ChunkStorageMetadata) -> Tensor:
         """Read one part of a tensor, and check its shape and type."""
-        place = self._places.get((name, tuple(chunk.offsets))) or self._places.get((name, ()))
+        place = self._places.get((name, tuple(chunk.offsets))) or self._places.get((name, ()))  # (): offset not stored
         if place is None:
             raise self._missing(name)
         part = read_entry(self._checkpoint / place.relative_path, place.offset, place.length)

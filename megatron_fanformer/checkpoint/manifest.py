@@ -19,7 +19,7 @@ from megatron_fanformer.errors import CorruptError
 MANIFEST = "manifest.json"
 THREADS = 4  # per rank: one thread hashes more slowly than a disk reads
 WEIGHTS_SUFFIX = ".distcp"
-_RANK_SUMS = ".sums-{}.json"  # of the files that a rank has written, by the rank
+_RANK_SUMS = ".sums-{}.json"  # with the rank's number: the sums of the files that the rank has written
 REMEDY = "copy it again, or use another checkpoint"
 PACKAGES = ("torch", "megatron-core", "transformers", "safetensors", "numpy")
 VERSIONS = "versions.json"
@@ -90,7 +90,7 @@ def manifest_from(content: bytes, path: Path) -> Manifest:
 
 
 def check_files(checkpoint: Path, manifest: Manifest, *, share: int = 0, shares: int = 1) -> None:
-    """Raise CorruptError if a file is missing or differs from the manifest; check one of every `shares` files."""
+    """Raise CorruptError if a file is missing or differs from the manifest; check each `shares`-th, from `share` on."""
     files = [(checkpoint / name, sums) for name, sums in manifest.files.items()]
     with ThreadPoolExecutor(THREADS) as threads:
         list(threads.map(lambda file: _check_file(*file), files[share::shares]))

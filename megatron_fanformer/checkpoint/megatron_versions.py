@@ -70,7 +70,7 @@ def prepare_save(sharded_state: dict[str, Any], folder: Path, strategy: Any, *, 
 
     Every rank calls it. With `validate`, check that the shards of all ranks make whole tensors.
     """
-    if not isinstance(filesystem_async._results_queue, ResultsFile):  # see there
+    if not isinstance(filesystem_async._results_queue, ResultsFile):  # whose docstring has the reasons
         filesystem_async._results_queue = ResultsFile()
     return dist_checkpointing.save(
         sharded_state,
@@ -83,7 +83,7 @@ def prepare_save(sharded_state: dict[str, Any], folder: Path, strategy: Any, *, 
 
 
 def save_strategy(group: "dist.ProcessGroup | None") -> Any:
-    """Return a strategy for saves of the same shards; the ranks of `group` divide the tensors that all of them hold."""
+    """Return a strategy for saves of always the same shards; ranks of `group` divide tensors that all of them hold."""
     strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
     if group is None or group.size() == 1:
         return strategy
@@ -107,7 +107,7 @@ class ResultsFile:
         self._file.flush()
 
     def get_nowait(self) -> Any:
-        """Remove and return the results; if there are none, return an exception, as megatron-core reports a failure."""
+        """Remove and return the results; if there are none, return an exception (a failed writer also returns one)."""
         self._file.seek(0)
         try:
             return pickle.load(self._file)
@@ -121,8 +121,8 @@ class ResultsFile:
 def run_writer(write: Callable[[int, Any, Any], None], rank: int, buckets: Any, results: Any) -> None:
     """Call megatron-core's writer in a forked process, so that it always ends and reports why it failed.
 
-    Called directly, it would wait forever if a process that it starts (in 0.16) is killed, would report errors to a log
-    and not to the rank (in 0.19), and would outlive a killed rank and keep the rank's port.
+    Called directly, the writer would wait forever if a process that it starts (in 0.16) is killed, would report errors
+    to a log and not to the rank (in 0.19), and would outlive a killed rank and keep the rank's port.
     """
     signal.signal(signal.SIGCHLD, _end_if_child_was_killed)
     end_with_parent()
@@ -145,7 +145,7 @@ def run_writer(write: Callable[[int, Any, Any], None], rank: int, buckets: Any, 
 
 
 def _end_if_child_was_killed(*_: Any) -> None:
-    """End this process and its children if one of them has failed."""
+    """End this process and its children if a child has failed."""
     children = list(vars(process)["_children"])  # active_children() omits children that have ended
     if any(child.exitcode for child in children):
         for child in children:

@@ -51,12 +51,12 @@ class RemoteRun:
         self._checkpoints = f"{self._root}/{run_folder.CHECKPOINTS}"
 
     def candidates(self) -> list[str]:
-        """Return the names of complete checkpoints, the newest first, from the one that `latest` names on, if any."""
+        """Return the names of complete checkpoints, the newest first, without any later than `latest` names."""
         try:
             latest = self._files.cat_file(f"{self._checkpoints}/{run_folder.LATEST}").decode().strip()
         except (FileNotFoundError, UnicodeDecodeError):
             latest = ""
-        is_sound = run_folder.step_of(Path(latest)) is not None
+        is_sound = run_folder.step_of(Path(latest)) is not None  # otherwise all checkpoints are candidates
         return [name for name in self.complete()[::-1] if not is_sound or name <= latest]
 
     def complete(self) -> list[str]:
@@ -150,7 +150,7 @@ class RemoteRun:
 class Mirror:
     """Copies a run's checkpoints to the run's folder on another store while the run trains, in a thread.
 
-    One checkpoint is copied at a time, and then the newest of those published meanwhile; without a URL, none.
+    One checkpoint is copied at a time, and then the newest of those published meanwhile. Without a URL, none is copied.
     """
 
     def __init__(self, url: str | None, *, keep: int | None) -> None:
@@ -162,7 +162,7 @@ class Mirror:
 
     @property
     def in_use(self) -> tuple[str, ...]:
-        """Return the names of the checkpoints that are being copied or wait for it, and must not be removed."""
+        """Return the names of the checkpoints that are being copied or wait to be, and so must not be removed."""
         with self._lock:
             return tuple(checkpoint.name for checkpoint in (self._copying, self._waiting) if checkpoint is not None)
 
@@ -180,7 +180,7 @@ class Mirror:
         threading.Thread(target=self._copy_all, args=(self._url,), name="mirror", daemon=True).start()
 
     def finish(self, is_enough: Callable[[], bool], seconds: float = FINISH_SECONDS) -> None:
-        """Wait until all is copied or `is_enough()`, but not longer than `seconds`; warn if the last one is missing."""
+        """Wait until all is copied or `is_enough()`, at most `seconds`; warn if the last checkpoint is not copied."""
         end = time.monotonic() + seconds
         while self._copying is not None and not is_enough() and time.monotonic() < end:
             time.sleep(POLL_SECONDS)
@@ -219,10 +219,10 @@ class Mirror:
 
 
 def fetch_newer(url: str, run: Path, *, use_earlier: bool = True) -> None:
-    """Fetch the newest sound checkpoint of a mirror into a run's folder, if the folder has no sound one of its step.
+    """Fetch the newest sound checkpoint of a mirror into a run's folder, unless the folder has a sound one as new.
 
-    A damaged checkpoint of the same step in the folder is set aside. With `use_earlier`, a checkpoint that is earlier
-    than a damaged one may be fetched. If the folder has a sound checkpoint, errors of the store are only logged.
+    A damaged checkpoint of that step in the folder is set aside. Without `use_earlier`, nothing is fetched that is
+    earlier than a damaged newest one. If the folder has a sound checkpoint, errors of the store are only logged.
     """
     newest, sound = run_folder.newest_steps(run)
     least_step = sound + 1 if use_earlier or sound == newest else newest
@@ -253,7 +253,7 @@ def _publish(copy: Path, run: Path, records: dict[str, bytes | None]) -> None:
     for name, content in records.items():
         record = run / name
         if content is not None and (not record.exists() or record.stat().st_size < len(content)):
-            write_atomically(record, content)  # otherwise the run has gone on since the record was copied
+            write_atomically(record, content)  # a longer record here is of a run that went on after the copy
     if checkpoint.is_dir():
         logger.warning("%s is damaged; it is set aside, and replaced by the one that was fetched", checkpoint)
         run_folder.set_aside(checkpoint)
@@ -282,9 +282,7 @@ def fetch_checkpoint(url: str, cache: Path, report: Callable[[str], None]) -> Pa
 
     def fetch() -> Path:
         remote = RemoteRun(run_url)
-        names = remote.complete() if is_checkpoint else remote.candidates()
-        if is_checkpoint:
-            names = [name for name in names if name == folder_name]
+        names = [name for name in remote.complete() if name == folder_name] if is_checkpoint else remote.candidates()
         if not names:
             raise InputError(
                 f"{redacted(url)} holds no complete checkpoint ({run_folder.CHECKPOINTS}/step-… with a {MANIFEST}); "

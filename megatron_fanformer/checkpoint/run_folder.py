@@ -132,12 +132,12 @@ def publish_checkpoint(
     (temporary / VERSIONS).write_text(json.dumps(versions(), indent=1) + "\n")
     write_manifest(temporary, step)
     final = checkpoints / checkpoint_name(step)
-    if os.path.lexists(final):  # of a run that was then rewound: the new checkpoint replaces it
+    if os.path.lexists(final):  # the run was rewound after that checkpoint: the new one replaces it
         _remove(final)
     publish(temporary, final)
     write_atomically(checkpoints / LATEST, final.name + "\n")
     if keep is not None:
-        # later checkpoints are of a run that was then rewound: they are neither counted nor removed
+        # The run was rewound after any later checkpoints: they are neither counted nor removed.
         earlier = [folder for folder in _steps(checkpoints) if folder.name < final.name]
         for old in earlier[: max(0, len(earlier) + 1 - keep)]:
             if old.name not in in_use:
@@ -146,21 +146,21 @@ def publish_checkpoint(
 
 
 def _remove(checkpoint: Path) -> None:
-    """Rename a checkpoint, which half removed would look complete, and remove it in a thread, which takes seconds."""
+    """Remove a checkpoint in a thread, since it takes seconds; rename it first: half removed it would look complete."""
     aside = _hidden(checkpoint.parent, checkpoint.name)
     os.rename(checkpoint, aside)
     threading.Thread(target=shutil.rmtree, args=(aside,), kwargs={"ignore_errors": True}).start()
 
 
 def _hidden(checkpoints: Path, name: str) -> Path:
-    """Return a unique path for a checkpoint without its name; the next save removes a folder that is left there."""
+    """Return a unique path that no reader takes for a checkpoint; the next save removes a folder that is left there."""
     return checkpoints / f".{name}.{uuid.uuid4().hex}.tmp"
 
 
 def point_to(checkpoint: Path, damaged: Sequence[Path]) -> None:
     """Make `latest` name a checkpoint, and set damaged checkpoints aside."""
     latest = checkpoint.parent / LATEST
-    with suppress(CorruptError):  # of a damaged `latest`, which is then replaced
+    with suppress(CorruptError):  # `latest` is damaged, and is replaced below
         if not damaged and _read_latest(latest) == checkpoint:
             return
     for other in damaged:
@@ -207,7 +207,7 @@ def _steps(checkpoints: Path) -> list[Path]:
 
 
 def latest_checkpoint(run: Path) -> Path | None:
-    """Return the first of `checkpoints_to_resume`, None if there is none; raise CorruptError if it is not complete."""
+    """Return the first of `checkpoints_to_resume`, or None; raise CorruptError if that checkpoint is not complete."""
     candidates = checkpoints_to_resume(run)
     if not candidates:
         return None
@@ -243,7 +243,7 @@ def _read_latest(latest: Path) -> Path:
         reason = f"cannot be read ({error})" if os.path.lexists(latest) else "is missing"
         raise CorruptError(f"{latest} {reason}; {_LATEST_REMEDY}") from None
     checkpoint = latest.parent / name
-    # in this order: a file system refuses some texts as a path
+    # The name is matched first: a file system raises an error for some texts as a path.
     if not _CHECKPOINT_NAME.fullmatch(name) or not checkpoint.is_dir():
         raise CorruptError(f"{latest} names {name!r}, which is not a checkpoint; {_LATEST_REMEDY}")
     return checkpoint
@@ -269,7 +269,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def saved_config(checkpoint: Path) -> dict[str, Any]:
-    """Return the configuration of the run that wrote a checkpoint; fields with a former name get their present name."""
+    """Return the configuration of the run that wrote a checkpoint; renamed fields have their present names."""
     file = checkpoint / CONFIG
     values = read_mapping(file)
     for name, section in values.items():

@@ -37,7 +37,7 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextmanager
 def run_lock(run: Path) -> Iterator[None]:
-    """Hold the lock of a run's folder in the block. Create missing folders; remove them afterwards if they are empty.
+    """Hold the lock of a run's folder during the block. Create missing folders; afterwards, remove those still empty.
 
     Raises:
         InUseError: another run holds the lock.
@@ -111,7 +111,7 @@ def _take(run: Path, content: bytes) -> None:
 
 
 def _read(path: Path) -> Holder:
-    """Return the holder in a lock's file; an unknown one if the file is incomplete or damaged."""
+    """Return the holder in a lock's file; a `Holder` of defaults if the file is incomplete or damaged."""
     with suppress(msgspec.MsgspecError, UnicodeDecodeError):
         return msgspec.json.decode(path.read_bytes(), type=Holder)
     return Holder()

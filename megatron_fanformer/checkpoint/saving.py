@@ -159,7 +159,7 @@ class CheckpointSaver:
 
     @contextmanager
     def _reporting(self, step: int, unfinished: Path | None) -> Iterator[None]:
-        """Raise `_failure` in place of an OSError in the block or the function."""
+        """Raise `_failure` in place of an OSError in the block, or in the function that this decorates."""
         try:
             yield
         except OSError as error:
@@ -169,7 +169,7 @@ class CheckpointSaver:
     def _failure(self, step: int, reason: str, unfinished: Path | None) -> FanformerError:
         """Remove the folder of an unfinished checkpoint, and return the error to raise."""
         if unfinished is not None:
-            shutil.rmtree(unfinished, ignore_errors=True)  # the disk may be full
+            shutil.rmtree(unfinished, ignore_errors=True)  # this may fail, too, for instance on a full disk
         return FanformerError(
             f"the checkpoint of step {step} was not written to {self._checkpoints} ({reason}); {REMEDY}"
         )

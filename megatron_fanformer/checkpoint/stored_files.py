@@ -91,7 +91,7 @@ def _member(owner: Any, name: Any) -> enum.Enum:
 
 
 def read_table(checkpoint: Path) -> Table:
-    """Return a checkpoint's table; raise CorruptError if it is damaged, holds more, or names a file elsewhere."""
+    """Read a checkpoint's table; raise CorruptError if it is damaged, has more than data, or names files elsewhere."""
     path = checkpoint / METADATA
     # A damaged pickle raises exceptions of every kind.
     with reporting_damage(path, also=(Exception,)), regular_file(path).open("rb") as stream:
@@ -112,7 +112,7 @@ def _check_table(table: Any) -> None:
     for name, value in table.state_dict_metadata.items():
         is_sound &= isinstance(name, str)
         if isinstance(value, TensorStorageMetadata):
-            whole = torch.empty(value.size, dtype=value.properties.dtype, device="meta")
+            whole = torch.empty(value.size, dtype=value.properties.dtype, device="meta")  # raises for impossible ones
             is_sound &= all(isinstance(chunk.sizes, torch.Size) for chunk in value.chunks)
             is_sound &= all(len(chunk.offsets) == len(chunk.sizes) == whole.dim() for chunk in value.chunks)
     if not is_sound:
@@ -144,7 +144,7 @@ def tensors_of(table: Table) -> dict[str, TensorStorageMetadata]:
 
 
 def main_weight_name(weight: str, stored_names: Collection[str]) -> str:
-    """Return the name of a weight in float32: a run in bf16 stores a main weight, a run in float32 the weight alone."""
+    """Return the stored name of a weight in float32: its main weight (of a run in bf16), or else the weight itself."""
     return MAIN_WEIGHT + weight if MAIN_WEIGHT + weight in stored_names else weight
 
 
@@ -168,7 +168,7 @@ def check_stored(checkpoint: Path, *, share: int = 0, shares: int = 1) -> None:
 
 
 def check_parts(checkpoint: Path, parts: Iterable[Stored]) -> None:
-    """Check parts of a checkpoint without a manifest by the CRC-32 of their archives; raise CorruptError if wrong."""
+    """Raise CorruptError if a part's archive has a wrong CRC-32; this checks a checkpoint without a manifest."""
     for part in parts:
         path = checkpoint / part.file
         with reporting_damage(path):
@@ -183,7 +183,7 @@ def check_format(checkpoint: Path) -> None:
 
 
 def check_plain_values(checkpoint: Path, table: Table, *, share: int = 0, shares: int = 1) -> None:
-    """Raise CorruptError if the plain values or an object in a checkpoint are more than data, used here or not."""
+    """Raise CorruptError if the plain values, or any object in a checkpoint, used here or not, are more than data."""
     check_format(checkpoint)
     if common_state(table) is None or (checkpoint / COMMON).exists():
         with reporting_damage(checkpoint / COMMON):

@@ -117,7 +117,7 @@ def _read_checked(checkpoint: Path, grid: RankGrid) -> Table:
     problem: CorruptError | None = None
     try:
         table = read_checked(checkpoint, share=grid.rank, shares=grid.world_size)
-        saved_progress(checkpoint, table)
+        saved_progress(checkpoint, table)  # only to find damage in it
     except CorruptError as error:
         problem = error
     problems = [error for error in gather_values(problem) if error is not None]
@@ -151,7 +151,7 @@ def scales_to_save(stages: list[Any], grid: RankGrid) -> dict[str, dict[str, Sha
 
 
 def scales_to_load(stages: list[Any], grid: RankGrid, table: Table) -> dict[str, dict[str, ShardedObject]]:
-    """Return a state dict, without data, of the scales of this rank's chunks that a checkpoint has."""
+    """Return a state dict, without data, of those scales of this rank's chunks that are in a checkpoint."""
     shards = {shard.unique_key: shard for shard, _ in _fp8_layers(stages, grid)}
     scales = {name: shard for name, shard in shards.items() if name in table.state_dict_metadata}
     return {FP8_SCALES: scales} if scales else {}
@@ -179,7 +179,7 @@ def set_scales(stages: list[Any], grid: RankGrid, loaded: dict[str, Any]) -> Non
 
 
 def _fp8_layers(stages: list[Any], grid: RankGrid) -> Iterator[tuple[ShardedObject, Any]]:
-    """Yield every layer that may run in FP8, after the shard, without data, of its scales."""
+    """Yield (shard, layer) for each layer that may run in FP8; the shard is for the layer's scales, and has no data."""
     config = stages[0].config
     if not config.fp8 or config.fp8_recipe != "delayed":
         return
@@ -226,18 +226,18 @@ def stored_state(optimizer: Any, weights: dict[str, Any]) -> dict[str, Any]:
     return {"optimizer": {"param_groups": _stored_groups(optimizer)}, "optimizer_tensors": shards}
 
 
-def requested_tensors(optimizer: Any, weights: dict[str, Any], names: Collection[str]) -> dict[int, ShardedTensor]:
-    """Return the optimizer's tensors, to load into, under the `names` that a checkpoint has for them."""
+def requested_tensors(optimizer: Any, weights: dict[str, Any], stored: Collection[str]) -> dict[int, ShardedTensor]:
+    """Return the optimizer's tensors, to load into, under their names in a checkpoint that has the names `stored`."""
     shards = {}
     for number, shard in enumerate(_shards(optimizer, weights)):
         if shard.key.startswith(MAIN_WEIGHT):
-            shard = replace(shard, key=main_weight_name(shard.key.removeprefix(MAIN_WEIGHT), names))
+            shard = replace(shard, key=main_weight_name(shard.key.removeprefix(MAIN_WEIGHT), stored))
         shards[number] = shard
     return shards
 
 
 def requested_weights(weights: dict[str, Any], stored_names: Collection[str]) -> dict[str, Any]:
-    """Return the weights, to load into, under the names that a checkpoint has for them in this run's type."""
+    """Return the weights, to load into, under the names by which a checkpoint stores them in this run's type."""
 
     def named(leaf: Any) -> Any:
         is_main = leaf.data.dtype == torch.float32
@@ -253,7 +253,7 @@ def set_groups(optimizer: Any, groups: list[dict[str, Any]], names: Collection[s
 
 
 def _stored_groups(optimizer: Any) -> list[dict[str, Any]]:
-    """Return the parameter groups without parameters; groups without weights on this rank get the others' step."""
+    """Return the parameter groups without parameters; groups without weights on this rank get the common step."""
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     step = max(group.get("step", 0) for group in groups)
     return [{**group, "step": step} for group in groups]
@@ -301,9 +301,11 @@ def _rectangles_of(piece: ShardedTensor, part: _Part, key: str, flat: Tensor) ->
     assert piece.data is not None and not piece.prepend_axis_num
     weight_shape = tuple(part.weight.shape)
     elements_before = piece.data.storage_offset() - part.weight.storage_offset()
+    # (row, column) in the weight where the piece begins
     corner = divmod(elements_before, weight_shape[1]) if len(weight_shape) == 2 else (elements_before,)
     for first, offset, extent in rectangles(weight_shape, part.start, part.start + flat.numel()):
         rectangle = flat.narrow(0, first - part.start, torch.Size(extent).numel()).view(extent)
+        # low to high: the part of the weight that the rectangle (shape e, at o) and the piece (at c) have in common
         low = tuple(map(max, offset, corner))
         high = tuple(
             min(o + e, c + size) for o, e, c, size in zip(offset, extent, corner, piece.data.shape, strict=True)

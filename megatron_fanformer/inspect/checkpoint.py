@@ -43,7 +43,7 @@ FEWEST_AVERAGED = 10  # steps; of a long run, the last twentieth is averaged
 
 
 def describe_run(run: Path) -> Report:
-    """Describe a run: its progress, its checkpoints, and, in `parts`, the newest; CorruptError if that is damaged."""
+    """Describe a run: progress, checkpoints, and, in `parts`, the newest one; CorruptError if that one is damaged."""
     latest = run_folder.latest_checkpoint(run)
     return {
         "kind": "run",
@@ -114,7 +114,7 @@ def check_checkpoint(checkpoint: Path) -> str:
     The line names the checkpoint: the report of a run, above it, may already describe a newer one.
 
     Raises:
-        CorruptError: a file is missing or damaged, or a tensor is missing, incomplete or of another shape.
+        CorruptError: a file is missing or damaged, or a tensor is missing, incomplete or of a wrong shape.
     """
     check_stored(checkpoint)
     tensors, config = tensors_of(read_table(checkpoint)), run_folder.saved_model(checkpoint)

@@ -66,7 +66,7 @@ def describe_prefix(prefix: str) -> Report:
 
 def _describe_files(prefix: str) -> Report:
     """Return the format, the type and the numbers of documents, tokens and bytes; InputError if there are no tokens."""
-    stated = read_record(prefix)
+    record = read_record(prefix)
     if is_row_folder(prefix) or Path(prefix + MASK_SUFFIX).exists():
         return _describe_chats(prefix)
     if _file_exists(prefix, ".bin") or _file_exists(prefix, ".idx"):
@@ -89,12 +89,12 @@ def _describe_files(prefix: str) -> Report:
         raise InputError(
             f"{prefix} has no token files, only the files that go with them; copy its .bin and .idx, or .npy"
         )
-    return facts if stated is None else {**facts, "documents": stated.documents}
+    return facts if record is None else {**facts, "documents": record.documents}
 
 
 def _describe_chats(prefix: str) -> Report:
-    """Return the same facts of a prefix of conversations; `tokens` includes the padding of rows."""
-    chats, stated = open_chats(prefix), read_record(prefix)
+    """Return the facts of `_describe_files` for a prefix of conversations; `tokens` includes the padding of rows."""
+    chats, record = open_chats(prefix), read_record(prefix)
     stored = chats.mask_path.stat().st_size  # one byte a token, with padding
     tokens = int(chats.lengths.sum())
     facts = {
@@ -102,8 +102,8 @@ def _describe_chats(prefix: str) -> Report:
         "documents": len(chats),
         "tokens": stored,
         "padding": stored - tokens,
-        "learned_tokens": None if stated is None else stated.learned_tokens,
-        "cut": None if stated is None else stated.cut,
+        "learned_tokens": None if record is None else record.learned_tokens,
+        "cut": None if record is None else record.cut,
         "dtype": chats.dtype.name,
         "bytes": stored * chats.dtype.itemsize,
     }

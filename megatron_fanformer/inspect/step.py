@@ -68,14 +68,14 @@ def _refuse_changed_data(target: Target, step: int) -> None:
 
 
 def describe_step(config: RunConfig, step: int) -> Report:
-    """Return the samples of a step, counted from 1, by micro batch, with the passages of documents in each sample.
+    """Return a step's samples by micro batch, with the passages of documents in each sample. Steps count from 1.
 
     Raises:
         InputError: the configuration or the step is wrong.
         CorruptError: token files or a ledger are damaged.
     """
     replicas = config.parallel.resolve_data_parallel_size(None)
-    config = _checked(config, step, replicas)
+    config = _check_config(config, step, replicas)
     training, dataset = config.training, run_datasets(config).train
     ledger_of = cache(open_ledger)
     tokenizer_of = cache(lambda prefix: _tokenizer(prefix, config.data.tokenizer))
@@ -102,7 +102,7 @@ def describe_step(config: RunConfig, step: int) -> Report:
     }
 
 
-def _checked(config: RunConfig, step: int, data_parallel_size: int) -> RunConfig:
+def _check_config(config: RunConfig, step: int, data_parallel_size: int) -> RunConfig:
     """Check the fields that decide the samples, and the step; return the configuration with its number of steps."""
     # The instances of the distributed optimizer do not change samples; more than one would require a launcher.
     parallel = dataclasses.replace(config.parallel, num_distributed_optimizer_instances=1)
@@ -139,7 +139,7 @@ def _passages(
     ids, learned = item["tokens"].tolist(), None
     if isinstance(dataset, ChatDataset):  # a token is learned if the position before it has a loss
         learned = [False, *(item["loss_mask"] > 0).tolist()]
-    elif sum(span.length for span in spans) > len(ids):  # the sample has one more token, the last label
+    elif sum(span.length for span in spans) > len(ids):  # the spans include the last label
         ids.append(int(item["labels"][-1]))
     position = 0
     for span in spans:

@@ -72,16 +72,16 @@ def inspect_path(path: str, *, verify: bool = False) -> dict[str, Any]:
     newest checkpoint, or of a folder's token files.
 
     Raises:
-        InputError: the path is none of these, there is nothing to verify it against, or a run has just removed it.
+        InputError: the path is none of these, there is nothing to verify it against, or its run has just removed it.
         CorruptError: a file cannot be read, or fails its verification.
     """
     from megatron_fanformer.checkpoint.remote import on_this_machine
     from megatron_fanformer.convert.recognition import KINDS, OURS, Target, checkpoint_of, recognize
     from megatron_fanformer.data.manifest import read_manifest
 
-    if is_url(path) and (
-        path.endswith((".npy", ".bin", ".idx")) or ("::" not in path and read_manifest(path) is not None)
-    ):
+    is_token_file = path.endswith((".npy", ".bin", ".idx"))
+    # A chain of URLs (a::b) cannot be a prefix: the suffix of a file belongs to `a`, not to the end.
+    if is_url(path) and (is_token_file or ("::" not in path and read_manifest(path) is not None)):
         target = Target("token files", Path(path), (re.sub(r"\.(npy|bin|idx)$", "", path),))
     else:
         kinds = [kind for kind in KINDS if kind != "megatron-lm"]
@@ -112,10 +112,10 @@ def report_lines(report: Mapping[str, Any]) -> Iterator[str]:
     parts = report.get("parts", ())
     facts = {name: report[name] for name in report if name not in ("path", "kind", "parts", "verified")}
     groups = {name: facts.pop(name) for name in [*facts] if isinstance(facts[name], Mapping)}
-    yield from _labelled(facts)
+    yield from _fact_lines(facts)
     for name, group in groups.items():
         yield f"  {name}"
-        yield from (f"  {line}" for line in _labelled(group))
+        yield from (f"  {line}" for line in _fact_lines(group))
     if len(parts) == 1:
         yield ""
         yield from report_lines(parts[0])
@@ -125,14 +125,14 @@ def report_lines(report: Mapping[str, Any]) -> Iterator[str]:
         yield f"verified: {report['verified']}"
 
 
-def _labelled(facts: Mapping[str, Any]) -> list[str]:
+def _fact_lines(facts: Mapping[str, Any]) -> list[str]:
     texts = {name: size(value) if name == "bytes" else _brief(value) for name, value in facts.items()}
     rows = [("", escaped(name), escaped(text)) for name, text in texts.items()]
-    return table(("", "", ""), rows, align="lll")[1:]
+    return table(("", "", ""), rows, align="lll")[1:]  # without the row of titles
 
 
 def _brief(value: Any) -> str:
-    """Return a value as a short text on one line."""
+    """Return a value as a short text on one line; of a list of mappings, their number."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {_brief(item)}" for key, item in value.items() if item is not None) or "none"
     if isinstance(value, list | tuple):

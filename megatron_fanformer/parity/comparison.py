@@ -27,7 +27,7 @@ class Baseline:
     tensors: dict[str, dict[str, np.ndarray]]
     """By kind, then by name."""
     scales: dict[str, Errors]
-    """By kind, then by name: the norm of a tensor; for a weight, of its change, but at least of its rounding."""
+    """By kind, then by name: the norm of a tensor; for a weight, the larger of the norms of its change and rounding."""
     last_places: Errors
     """By name of a weight: a unit in the last place of its largest element, divided by the weight's scale."""
 
@@ -57,7 +57,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """The largest differences that the order of sums explains."""
+    """The largest differences that the order of sums explains; 0 for a tensor that the single process lacks."""
 
     losses: list[float]
     tensors: dict[str, Errors] = field(default_factory=dict)
@@ -65,8 +65,8 @@ class Bounds:
     def findings(self, differences: Differences) -> Iterator[Finding]:
         """Yield differences beyond their bounds: outputs, the first loss, gradients, later losses, weights."""
         first, *later = [
-            Finding("loss of step", str(step), *pair)
-            for step, pair in enumerate(zip(differences.losses, self.losses, strict=True), 1)
+            Finding("loss of step", str(step), difference, bound)
+            for step, (difference, bound) in enumerate(zip(differences.losses, self.losses, strict=True), 1)
         ]
         outputs, gradients, weights = (
             [
@@ -90,7 +90,7 @@ def baseline_of(trace: Trace, epsilon: float = FLOAT32_EPSILON) -> Baseline:
         norms = {name: _norm(tensor) for name, tensor in measured.items()}
         smallest = SMALLEST_SCALE * max(norms.values())
         scales[kind] = {name: max(norm, smallest) for name, norm in norms.items()}
-    for name, weight in tensors["weights"].items():  # a change can be no smaller than the weight's rounding
+    for name, weight in tensors["weights"].items():  # smaller changes are lost in the weight's rounding
         scales["weights"][name] = max(scales["weights"][name], epsilon * _norm(weight))
     places = {
         name: epsilon * float(np.abs(weight).max()) / scales["weights"][name]
@@ -112,7 +112,7 @@ def differences(baseline: Baseline, traces: list[Trace]) -> Differences:
 
 
 def bounds_from(noise: list[Differences], last_places: Errors) -> Bounds:
-    """Return bounds: `FACTOR` times the largest differences, `noise`, that reordered runs showed.
+    """Return bounds: `FACTOR` times the largest differences that the reordered runs showed, which are in `noise`.
 
     With few runs, some tensor shows hardly any noise by chance. Therefore the noise of a tensor counts as at least that
     of the median tensor. The noise of a weight counts as at least a unit in its last place: two updates that differ by
@@ -120,15 +120,15 @@ def bounds_from(noise: list[Differences], last_places: Errors) -> Bounds:
     step's loss counts as at least that of earlier losses, and of the single tokens' losses, whose mean is the loss.
     """
     steps = range(len(noise[0].losses))
-    so_far = [max(max(run.losses[: step + 1]) for run in noise) for step in steps]
+    loss_noise = [max(max(run.losses[: step + 1]) for run in noise) for step in steps]
     tensors = {}
     for kind in KINDS:
         worst = {name: max(run.tensors[kind][name] for run in noise) for name in noise[0].tensors[kind]}
         floor = max(median(worst.values()), FLOAT32_EPSILON)
         places = last_places if kind == "weights" else {}
         tensors[kind] = {name: FACTOR * max(value, floor, places.get(name, 0.0)) for name, value in worst.items()}
-    of_tokens = max(run.tensors["outputs"][TOKEN_LOSS] for run in noise)
-    return Bounds(losses=[FACTOR * max(value, of_tokens, FLOAT32_EPSILON) for value in so_far], tensors=tensors)
+    token_noise = max(run.tensors["outputs"][TOKEN_LOSS] for run in noise)
+    return Bounds(losses=[FACTOR * max(value, token_noise, FLOAT32_EPSILON) for value in loss_noise], tensors=tensors)
 
 
 def _assemble(parts: list[TensorPart]) -> dict[str, np.ndarray]:
@@ -148,7 +148,7 @@ def _errors(whole: dict[str, np.ndarray], scales: Errors, ranks: list[list[Tenso
     errors = {name: np.full(tensor.shape, missing, dtype=np.float32) for name, tensor in whole.items()}
     for part in (part for parts in ranks for part in parts):
         if part.name not in whole or part.shape != whole[part.name].shape:
-            errors[part.name] = np.full(part.shape, np.inf, dtype=np.float32)
+            errors[part.name] = np.full(part.shape, np.inf, dtype=np.float32)  # the single process has no such tensor
             continue
         index = index_of(part)
         error = np.nan_to_num(np.abs(part.values - whole[part.name][index]), nan=np.inf)

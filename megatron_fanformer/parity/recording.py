@@ -26,7 +26,7 @@ from megatron_fanformer.runtime.seeding import local_shards
 
 TOKEN_LOSS = "token loss"
 OUTPUT_MAKERS = (FANProjection, ActivatedColumnParallelLinear)
-"""Modules that return the outputs of a FAN map: the map itself, or the layer that computes them from its [p | g]."""
+"""Modules that return a FAN layer's outputs: the FAN map, or the layer that applies the cosine and sine to its rows."""
 
 
 class TensorPart(NamedTuple):
@@ -50,11 +50,11 @@ def weight_parts(
 ) -> list[TensorPart]:
     """Return this rank's parts of all weights, or of the gradients in the buffers.
 
-    A reordered run has one rank: its parts are whole tensors, which are put into the original order.
+    A reordered run has one rank, whose parts make up whole tensors; these are returned in the original order.
     """
     states = [sharded_state(chunk, grid) for chunk in stages]
     if of_gradients:
-        # The state of a Transformer Engine layer has bytes besides its weights.
+        # The state of a Transformer Engine layer also has bytes, which have no gradient.
         states = [
             {name: _gradient_of(value) for name, value in state.items() if isinstance(value.data, torch.nn.Parameter)}
             for state in states
@@ -78,28 +78,28 @@ def weight_parts(
 def _gradient_of(sharded: Any) -> Any:
     """Return the gradient of a sharded weight, sharded in the same way."""
     gradient = sharded.data.main_grad
-    kind = {"dtype": gradient.dtype} if isinstance(sharded, ShardedTensor) else {}
-    return dataclasses.replace(sharded, data=gradient, **kind)
+    dtype = {"dtype": gradient.dtype} if isinstance(sharded, ShardedTensor) else {}  # a factory has no dtype
+    return dataclasses.replace(sharded, data=gradient, **dtype)
 
 
 def restored_output(part: TensorPart, order: Reordering) -> TensorPart:
-    """Return an output of a reordered run with the samples and coordinates in the original order."""
+    """Return an output of a reordered run with the samples and coordinates (the last axis) in the original order."""
     if not order.number:
         return part
     samples, positions = part.where
     module = part.name.rpartition(".")[2]
-    coordinates = {"fan": order.x_f, "v_fan": None, TOKEN_LOSS: None}.get(module, order.hidden)
+    coordinates = {"fan": order.x_f, "v_fan": None, TOKEN_LOSS: None}.get(module, order.hidden)  # None: not reordered
     values = part.values if coordinates is None else part.values[..., coordinates.argsort().numpy()]
     return part._replace(where=([order.sample(sample) for sample in samples], positions), values=values)
 
 
 def as_array(tensor: Tensor) -> np.ndarray:
-    """Return a copy in float32. torch copies, since recomputation cannot free a storage that NumPy shares."""
+    """Return a copy in float32 that shares no memory with the tensor, which recomputation may have to free."""
     return tensor.detach().to("cpu", torch.float32, copy=True, memory_format=torch.contiguous_format).numpy()
 
 
 def gather_gradients(wrapped: list[Any]) -> None:
-    """Complete the gradient buffers: with the distributed optimizer, a replica has the sum only of one shard."""
+    """Complete the gradient buffers: with the distributed optimizer, a rank has the summed gradients of one shard."""
     for stage in wrapped:
         if not stage.ddp_config.use_distributed_optimizer:
             continue
@@ -117,8 +117,8 @@ class OutputRecorder:
         self.parts: list[TensorPart] = []
         self._grid, self._global_batch_size, self._micro_batch_size = grid, global_batch_size, micro_batch_size
         self._seq_length = stages[0].max_sequence_length
-        self._forward_of: dict[int, int] = {}
-        self._inside = False
+        self._forward_of: dict[int, int] = {}  # by number of a chunk: its last forward pass, and so micro batch, from 0
+        self._inside = False  # whether a forward pass is running that is not recomputation
         self._hooks = [hook for number, chunk in enumerate(stages) for hook in self._watch(number, chunk)]
 
     def __enter__(self) -> "OutputRecorder":
@@ -133,7 +133,8 @@ class OutputRecorder:
         modules = [("embedding", chunk.embedding)] if chunk.pre_process else []
         for layer in chunk.decoder.layers:
             name = f"layers.{layer.layer_number - 1}"  # megatron-core counts layers through all stages, from 1
-            makers = [m for m in layer.self_attention.modules() if isinstance(m, OUTPUT_MAKERS)]  # only one is called
+            # If attention has several makers, only one is called.
+            makers = [module for module in layer.self_attention.modules() if isinstance(module, OUTPUT_MAKERS)]
             modules += [(f"{name}.fan", maker) for maker in makers]
             modules += [(f"{name}.self_attention", layer.self_attention), (f"{name}.mlp", layer.mlp), (name, layer)]
         if chunk.decoder.final_layernorm is not None:
@@ -151,7 +152,7 @@ class OutputRecorder:
     def _end(self, number: int, chunk: Any, _inputs: Any, output: Tensor) -> None:
         self._inside = False  # what follows before the next `_begin` is recomputation in a backward pass
         if chunk.post_process:
-            self._keep(TOKEN_LOSS, self._forward_of[number], output.t().unsqueeze(-1))
+            self._keep(TOKEN_LOSS, self._forward_of[number], output.t().unsqueeze(-1))  # [b, s] -> [s, b, 1]
 
     def _record(self, number: int, name: str, module: Any, _inputs: Any, output: Any) -> None:
         if not self._inside:
@@ -177,15 +178,15 @@ class OutputRecorder:
             self.parts.append(TensorPart(name, whole, where, values))
             return
         # All samples are one row, of which this rank may have a part.
-        places, positions = divmod(self._positions(size * self._seq_length, length), self._seq_length)
-        for place in np.unique(places):
-            at_place = places == place
-            where = ([samples[place]], positions[at_place])
-            self.parts.append(TensorPart(name, whole, where, values[:, at_place]))
+        indices, positions = divmod(self._positions(size * self._seq_length, length), self._seq_length)
+        for index in np.unique(indices):
+            of_sample = indices == index
+            where = ([samples[index]], positions[of_sample])
+            self.parts.append(TensorPart(name, whole, where, values[:, of_sample]))
 
     def _positions(self, whole: int, length: int) -> np.ndarray:
         """Return the positions, in a sequence of length `whole`, of an output of `length` on this rank."""
         positions = local_positions(torch.arange(whole).unsqueeze(0), self._grid).squeeze(0)
-        if length != len(positions):  # then tensor parallel ranks divide them: sequence parallelism
+        if length != len(positions):  # by sequence parallelism, tensor parallel ranks divide the positions
             positions = positions.chunk(len(positions) // length)[self._grid.groups.tp.rank()]
         return positions.numpy()

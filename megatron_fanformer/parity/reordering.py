@@ -74,11 +74,12 @@ class Reordering:
         return torch.cat([periodic, len(periodic) + linear])
 
     def _units(self, name: str, width: int) -> tuple[Tensor, Tensor]:
+        """Return the orders of the periodic and of the linear rows of a FAN layer with `width` features."""
         periodic = int(self.model.fan.p_ratio * width)
         return self.order(f"{name}, p", periodic), self.order(f"{name}, g", width - 2 * periodic)
 
     def _axes(self, name: str) -> Permutations:
-        """Return the order of each axis of a weight."""
+        """Return the order of each axis of a weight, given the weight's name in the whole model."""
         hidden, placement = self.hidden, self.model.placement
         qkv_rows, channels = self.model.qkv_rows, self.model.num_attention_heads * self.model.kv_channels
         width = self.model.ffn_hidden_size
@@ -94,7 +95,7 @@ class Reordering:
             "linear_proj.weight": [hidden, self._group_rows(channels)],
             "fan.linear.weight": [fan_rows, hidden],
             "fan.linear.bias": [fan_rows],
-            # The rows of the map of values are channels of heads.
+            # The rows of the map of values are channels of heads, too.
             "fan.v_linear.weight": [None, hidden],
             "fan.v_linear.bias": [None],
             "linear_qk.weight": [None, self.x_f],
@@ -110,7 +111,7 @@ class Reordering:
     def _group_rows(self, rows: int) -> Tensor | None:
         """Return the order of `rows` rows, which query groups divide equally; None if groups cannot be permuted."""
         if self.model.placement.has_own_values:
-            return None  # channels of values are cosines, sines or linear, which differs between heads
+            return None  # the head decides whether a channel of its values is a cosine, a sine or linear
         order = self.order("groups", self.model.query_groups)
         return torch.arange(rows).view(len(order), -1)[order].flatten()
 

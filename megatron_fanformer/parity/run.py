@@ -99,7 +99,7 @@ def parity(config: ParityConfig, run: RunConfig, named: dict[str, Layout]) -> No
         InputError: this machine lacks the ranks or the kernels of a layout.
         DivergenceError: a layout does not compute the same model.
     """
-    with phases("starting ranks") as report, _started_pool(config, run, named) as pool:
+    with phases("starting ranks") as report, _start_pool(config, run, named) as pool:
         report("training in one process")
         calibration = calibrate(config, run, list(named.values()), pool)
         result = compare_layouts(calibration, named, pool, lambda name: report(f"training: {name}"))
@@ -109,7 +109,7 @@ def parity(config: ParityConfig, run: RunConfig, named: dict[str, Layout]) -> No
     result.check()
 
 
-def _started_pool(config: ParityConfig, run: RunConfig, named: dict[str, Layout]) -> RankPool:
+def _start_pool(config: ParityConfig, run: RunConfig, named: dict[str, Layout]) -> RankPool:
     """Start the pool of ranks; raise InputError if this machine lacks the ranks or the kernels of a layout."""
     device = devices.resolve_device(run.runtime.device)
     backend = run.runtime.backend(device)
@@ -143,7 +143,7 @@ def _started_pool(config: ParityConfig, run: RunConfig, named: dict[str, Layout]
 
 
 def calibrate(config: ParityConfig, run: RunConfig, layouts: list[Layout], pool: RankPool) -> Calibration:
-    """Train the small form that suits all these layouts in one process, then again in other orders to see rounding."""
+    """Train the small form for all these layouts in one process, and again in other orders, to measure rounding."""
     single = single_process(config.transformer_impl).parallel
     small = shrink(run.model, run.training.micro_batch_size, [layout.parallel for layout in layouts])
     trial = trial_of(config, run, small, pool.device)
@@ -196,7 +196,7 @@ def compare_layouts(
         report(name)
         trial = dataclasses.replace(calibration.trial, kernels=layout.kernels)
         parallel, ranks = layout.parallel, layout.world_size
-        if parallel.overlap_grad_reduce:
+        if parallel.overlap_grad_reduce:  # a small model would have a single bucket, and so nothing to overlap
             parallel = dataclasses.replace(parallel, ddp_bucket_size=max(1, trial.model.num_parameters // BUCKETS))
         try:
             compared = differences(calibration.baseline, pool.run(ranks, trial_function, trial, parallel))
@@ -244,7 +244,7 @@ def _largest(differences: Differences) -> list[float]:
 
 
 def _closest(differences: Differences, bounds: Bounds) -> str:
-    """Return the tensor whose difference is the largest share of its bound, and this share, as text."""
+    """Return, as text, the tensor whose difference is the largest share of its bound, and that share."""
     share, kind, name = max(
         (difference / bounds.tensors[kind][name], kind, name)
         for kind in KINDS
@@ -260,7 +260,7 @@ def as_json(result: ParityResult, config_file: str) -> bytes:
     values = {
         "megatron_fanformer": __version__,
         "megatron_core": version("megatron-core"),
-        "torch": str(torch.__version__),  # a class of its own
+        "torch": str(torch.__version__),  # otherwise not a plain string
         "config": config_file,
         "small": calibration.small,
         **{name: getattr(calibration.trial, name) for name in ("device", "dtype", "steps")},

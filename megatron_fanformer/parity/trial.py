@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -90,13 +91,12 @@ def prepare_rank(trial: TrialConfig, layout: ParallelConfig, order: Reordering) 
             trial.model, layout, grid, dtype=dtype, seed=None, kernels=kernels, z_loss_coefficient=z_loss
         )
         for chunk in stages:
-            initialize_by_name(sharded_state(chunk, grid), SEED, lambda *named: _initial(trial.model, order, *named))
+            initialize_by_name(sharded_state(chunk, grid), SEED, partial(_initial, trial.model, order))
         initial = weight_parts(stages, grid, order)
         wrapped = wrap_stages(stages, layout, grad_reduce_in_fp32=trial.grad_reduce_in_fp32)
         optimizer = build_optimizer(trial.optimizer, wrapped)
-        build_scheduler(
-            ScheduleConfig(lr_decay_style="constant"), optimizer, trial.optimizer, train_iters=trial.steps
-        ).step(1)
+        schedule = ScheduleConfig(lr_decay_style="constant")
+        build_scheduler(schedule, optimizer, trial.optimizer, train_iters=trial.steps).step(1)
         num_micro_batches = trial.global_batch_size // (trial.micro_batch_size * grid.data_parallel_size)
         yield Preparation(grid, stages, wrapped, optimizer, _batches(trial, order, grid), num_micro_batches, initial)
 
@@ -161,8 +161,7 @@ class Samples:
 
     def __getitem__(self, position: int) -> dict[str, Tensor]:
         model = self._trial.model
-        number = self._order.sample(position)
-        generator = generator_for(SEED, f"sample {number}")
+        generator = generator_for(SEED, f"sample {self._order.sample(position)}")
         start, stride = torch.randint(model.vocab_size, (2,), generator=generator)
         noise = torch.rand(model.seq_length + 1, generator=generator) < 0.1
         tokens = (start + (stride % 8) * torch.arange(model.seq_length + 1) + noise) % model.vocab_size

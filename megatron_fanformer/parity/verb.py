@@ -53,7 +53,7 @@ def _before(config: ParityConfig) -> "tuple[ParityConfig, RunConfig, dict[str, L
 
 
 def read_layouts(config: ParityConfig) -> "tuple[RunConfig, dict[str, Layout]]":
-    """Read the configuration, and check the layouts, by name, against it at its full size.
+    """Read the configuration; return it with the layouts by name, which are checked for the model at its full size.
 
     Raises:
         InputError: the configuration or a layout is wrong; the message has one line for each problem.

@@ -103,12 +103,11 @@ def test_a_tensor_of_which_a_part_is_not_listed(inspect: Inspect, run: Path) -> 
 @pytest.mark.parametrize("fault", ["missing", "a row short"])
 def test_the_weights_of_the_second_placement_are_checked(inspect: Inspect, fault: str, tmp_path: Path) -> None:
     tensors = {key: torch.randn(shape) for key, shape in expected_shapes(QK_AND_V, "megatron").items()}
-    config = {"model": dataclasses.asdict(QK_AND_V)}
     changed = "decoder.layers.1.self_attention.fan.v_linear.bias"
     tensors[changed] = tensors[changed][1:]
     if fault == "missing":
         del tensors[changed]
-    write_full_tensors(tmp_path / "run", tensors, config, {})
+    write_full_tensors(tmp_path / "run", tensors, {"model": dataclasses.asdict(QK_AND_V)}, {})
     refused(
         inspect(tmp_path / "run", "--verify"), f".metadata has {changed} of shape", "where the model in config.yaml"
     )
