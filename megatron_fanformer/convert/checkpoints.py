@@ -71,8 +71,7 @@ def open_checkpoint(source: Path, config: Path | None = None) -> Checkpoint:
         notes = (f"{LEFT_OUT} ({', '.join(left_out)})",) if left_out else ()
         end_id = reference.stated_end_of_text_id(folder)
         return Checkpoint("reference", folder, model, tensors, tokenizer, notes, end_of_text_id=end_id)
-    model, tensors = run_folder.saved_model(folder), open_full_tensors(folder)
-    return Checkpoint("megatron", folder, model, tensors, tokenizer)
+    return Checkpoint("megatron", folder, run_folder.saved_model(folder), open_full_tensors(folder), tokenizer)
 
 
 def write_checkpoint(
@@ -89,12 +88,12 @@ def write_checkpoint(
     if format == "reference":
         reference.write_reference(folder, config, tensors, extras.end_of_text_id)
         return
-    saved: dict[str, Any] = {"model": dataclasses.asdict(config)}
+    sections: dict[str, Any] = {"model": dataclasses.asdict(config)}
     dtype = next(iter(meta_of(tensors).values())).dtype
     run_dtypes = {torch_dtype(name): name for name in ("fp32", "bf16")}
     if dtype in run_dtypes:  # no run has another type
-        saved["precision"] = {"dtype": run_dtypes[dtype]}
+        sections["precision"] = {"dtype": run_dtypes[dtype]}
     template = extras.chat_template if extras.tokenizer else None
     if template is not None:
         (folder / CHAT_TEMPLATE_JINJA).write_text(template, encoding="utf-8")
-    write_full_tensors(folder, tensors, saved, attached_files(extras.tokenizer, template, eod_id=extras.eod_id))
+    write_full_tensors(folder, tensors, sections, attached_files(extras.tokenizer, template, eod_id=extras.eod_id))

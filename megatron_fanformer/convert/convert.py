@@ -45,8 +45,7 @@ def convert_checkpoint(
     if destination.exists():
         raise InputError(f"{destination} already exists; name a folder that does not, or remove it")
     opened = open_checkpoint(source, config)
-    unsupported = unsupported_part(opened.config) if to == "reference" else None
-    if unsupported:
+    if to == "reference" and (unsupported := unsupported_part(opened.config)):
         raise InputError(
             f"the model in {source} has {unsupported}, which the authors' format cannot express; convert it to hf or "
             "megatron"
@@ -87,7 +86,7 @@ def _collect_extras(
             "--tokenizer, or leave it out"
         )
     stated_tokenizer = tokenizer_file(tokenizer) if tokenizer else None
-    end_id = source.end_of_text_id if eod_id is None and tokenizer is None else eod_id
+    end_id = source.end_of_text_id if eod_id is None and tokenizer is None else eod_id  # None: the tokenizer's own
     if end_id is not None and not 0 <= end_id < vocab_size:
         subject = f"the end-of-text id of {source.path} is {end_id}, which" if eod_id is None else f"--eod-id {end_id}"
         raise InputError(f"{subject} is outside the model's vocabulary; state one of [0, {vocab_size}) by --eod-id")
@@ -110,7 +109,7 @@ def _collect_extras(
 def _chat_template(tokenizer: Path | None, source: Checkpoint) -> str | None:
     """Return the chat template beside the stated tokenizer, or else the source's; None if neither has one.
 
-    The template sets the special tokens that it uses.
+    The returned template begins with statements that set the special tokens which it uses.
     """
     template = None if tokenizer is None else read_standalone_template(tokenizer.parent, tokenizer)
     special_tokens_from = source.tokenizer or tokenizer

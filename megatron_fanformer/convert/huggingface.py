@@ -73,7 +73,7 @@ def write_huggingface(folder: Path, config: FANformerConfig, tensors: Mapping[st
 def open_huggingface(folder: Path) -> tuple[FANformerConfig, LazyTensors]:
     """Return the configuration and the tensors of an export; the tensors keep transformers' names, and load on access.
 
-    The configuration pads the vocabulary to Megatron's usual multiple; an export does not record another one.
+    The configuration pads the vocabulary to Megatron's usual multiple, since an export records none.
 
     Raises:
         InputError: the folder holds no FANformer for transformers, or its configuration is impossible.
@@ -108,7 +108,7 @@ def _read_config(folder: Path) -> HuggingFaceConfig:
 
 
 def _checked_config(folder: Path, stated: HuggingFaceConfig, tensors: Mapping[str, Tensor]) -> FANformerConfig:
-    """Return our configuration of the stated model, after checks of its values and of p_ratio against the FAN maps."""
+    """Return our configuration of the stated model; check the values and, against FAN maps in `tensors`, p_ratio."""
     rope = stated.rope_parameters
     base, rope_type = rope["rope_theta"], rope["rope_type"]
     if not isinstance(base, int | float) or base % 1:

@@ -156,7 +156,8 @@ def _model_config(
 def _count_end_of_text(arguments: Arguments, rows: int) -> Arguments:
     """Return the arguments with a vocab_size that includes the end of text of Megatron-LM's NullTokenizer.
 
-    megatron-core 0.16 adds this id to the --vocab-size others; 0.19 takes it from among them, by an argument.
+    In megatron-core 0.16 this id follows the --vocab-size ids, so it is added here if the embedding has a row for it
+    (`rows`). In 0.19 it is one of the --vocab-size ids, and the argument null_tokenizer_eod_id names it.
     """
     size = arguments.get("vocab_size")
     is_added = arguments.get("tokenizer_type") == "NullTokenizer" and "null_tokenizer_eod_id" not in arguments
@@ -164,7 +165,7 @@ def _count_end_of_text(arguments: Arguments, rows: int) -> Arguments:
 
 
 def _fan_fields(folder: Path, arguments: Arguments, stated: Mapping[str, Any]) -> Any:
-    """Return the fields of FAN: those that the user states, or the defaults of our layer specs."""
+    """Return the fields of FAN: the user's; else the defaults if the layer spec is ours, or no FAN if there is no spec."""
     spec = arguments.get("spec")
     if "fan" in stated or spec in SPECS:
         return stated.get("fan") or {}

@@ -28,7 +28,7 @@ from megatron_fanformer.errors import InputError
 def merge_checkpoints(sources: Sequence[Path], shares: Sequence[float], output: Path) -> list[str]:
     """Write the average of checkpoints into a new folder, as its checkpoint of step 0; return lines about it.
 
-    The average has the narrowest number format that holds the sources'.
+    The average has the narrowest number format that can hold those of all sources.
 
     Args:
         shares: the weight of each checkpoint; their sum is 1.
@@ -38,7 +38,7 @@ def merge_checkpoints(sources: Sequence[Path], shares: Sequence[float], output: 
         CorruptError: a checkpoint is damaged; then no folder is written.
     """
     for source in sources:
-        run_folder.check_sound(source)  # before tokenizers are compared: a damaged one would be taken for another
+        run_folder.check_sound(source)  # before tokenizers are compared: a damaged one would look like a different one
     _refuse_different_models(sources)
     model = run_folder.saved_model(sources[0])
     tokenizer = _same_file("tokenizer", map(run_folder.attached_tokenizer, sources))
@@ -51,13 +51,13 @@ def merge_checkpoints(sources: Sequence[Path], shares: Sequence[float], output: 
         name=output.name, tokenizer=tokenizer, chat_template=read_template(template.parent) if template else None
     )
 
-    def average(name: str) -> Tensor:
+    def read_average(name: str) -> Tensor:
         return _average(((tensors[name], share) for tensors, share in zip(opened, shares, strict=True)), dtype)
 
     meta = {name: tensor.to(dtype) for name, tensor in opened[0].meta.items()}
     manifests = [source / MANIFEST for source in sources]
     with new_folder(output) as folder:
-        write_checkpoint("megatron", folder, model, LazyTensors(meta, average), extras)
+        write_checkpoint("megatron", folder, model, LazyTensors(meta, read_average), extras)
         receipt = {
             "sources": [
                 {

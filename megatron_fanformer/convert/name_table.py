@@ -52,8 +52,8 @@ def _split_heads(hub: Tensor, config: FANformerConfig) -> tuple[Tensor, ...]:
     """
     grouped = _group_heads(hub, config)
     queries = config.num_attention_heads // config.query_groups
-    one_key_or_value = [1] * (grouped.shape[1] - queries)
-    return tuple(part.flatten(0, 2) for part in grouped.split([queries, *one_key_or_value], dim=1))
+    heads = [queries, *[1] * (grouped.shape[1] - queries)]  # of each kind in a group: one key and, if any, one value
+    return tuple(part.flatten(0, 2) for part in grouped.split(heads, dim=1))
 
 
 def _join_heads(parts: Sequence[Tensor], config: FANformerConfig) -> Tensor:
@@ -62,9 +62,9 @@ def _join_heads(parts: Sequence[Tensor], config: FANformerConfig) -> Tensor:
 
 def _join_stacked_heads(parts: Sequence[Tensor], config: FANformerConfig) -> Tensor:
     (stacked,) = parts
-    query_rows, value_rows = config.num_attention_heads * config.kv_channels, config.value_size
-    num_keys_or_values = (stacked.shape[0] - query_rows) // value_rows
-    return _join_heads(stacked.split([query_rows, *[value_rows] * num_keys_or_values]), config)
+    query_rows, key_rows = config.num_attention_heads * config.kv_channels, config.value_size
+    after_queries = (stacked.shape[0] - query_rows) // key_rows  # 2 parts, keys and values; or 1, keys alone
+    return _join_heads(stacked.split([query_rows, *[key_rows] * after_queries]), config)
 
 
 def _swap_halves(tensor: Tensor) -> Tensor:
@@ -215,8 +215,8 @@ def convert(
     places: dict[str, tuple[Row, int | None]] = {}
     meta: dict[str, Tensor] = {}
     for row, layer in rows_of(config):
-        stored = functools.reduce(torch.promote_types, (known[name].dtype for name in names_in(row, layer, source)))
-        parts = row.naming(target).transform.split(row.hub(target_config, dtype or stored), target_config)
+        widest = functools.reduce(torch.promote_types, (known[name].dtype for name in names_in(row, layer, source)))
+        parts = row.naming(target).transform.split(row.hub(target_config, dtype or widest), target_config)
         for name, part in zip(names_in(row, layer, target), parts, strict=True):
             places[name], meta[name] = (row, layer), part
     computed: dict[str, Tensor] = {}  # tensors of the last row that were not requested yet
@@ -276,16 +276,15 @@ def check_tensors(known: Mapping[str, Tensor], config: FANformerConfig, source: 
             if name in known and known[name].dtype not in WEIGHT_TYPES
         ],
     }
-    text = "; ".join(f"{kind}: {some(names)}" for kind, names in problems.items() if names)
-    if text:
+    if text := "; ".join(f"{kind}: {some(names)}" for kind, names in problems.items() if names):
         raise CorruptError(f"the {source} weights do not match their configuration; {text}")
 
 
 def inferred_p_ratio(fan_rows: int, width: int, stated: float | None, name: str = "p_ratio") -> float:
     """Return the p_ratio of a FAN map: the stated one or, if none is stated, one that gives the map's number of rows.
 
-    With P periodic rows and an output of width w, the map has P + G = P + (w - 2P) = w - P rows. `name` is the field
-    that states p_ratio.
+    With P periodic rows and an output of width w, the map also has w - 2P linear rows, in all w - P. `name` is the
+    field that states p_ratio.
 
     Raises:
         CorruptError: no p_ratio gives `fan_rows` rows, or the stated one gives another number.

@@ -143,7 +143,7 @@ def prompts(vocab_size: int) -> Tensor:
 
 @torch.no_grad()
 def _logits(checkpoint: Checkpoint, dtype: torch.dtype | None, grid: RankGrid, ids_bs: Tensor) -> Tensor:
-    """Return the logits of a checkpoint's model in float32, its weights rounded to `dtype`."""
+    """Return the logits of a checkpoint's model in float32; its weights are first rounded to `dtype`, if any."""
 
     def load(name: str) -> Tensor:
         if name not in checkpoint.tensors:
@@ -218,7 +218,7 @@ def _norm(config: FANformerConfig, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _fan(config: FANformerConfig, load_in_block: Load, name: str, x: Tensor, width: int) -> Tensor:
-    """Apply the FAN layer `name`: [b, s, h] -> [b, s, width]. Its map has P + G = width - P rows, which gives P."""
+    """Apply the FAN layer `name`: [b, s, h] -> [b, s, width]. A periodic row of its map gives two outputs."""
     bias = load_in_block(f"{name}.input_linear.bias") if config.fan.bias else None
     rows = F.linear(x, load_in_block(f"{name}.input_linear.weight"), bias)
     periodic = width - rows.shape[-1]

@@ -83,7 +83,7 @@ def recognize(path: str | Path, accepted: Sequence[Kind] = KINDS) -> Target:
 
 
 def checkpoint_of(target: Target) -> Path:
-    """Return the folder of a target's model; in a run's folder or one of Megatron-LM, that of the latest checkpoint.
+    """Return the folder of a target's model; for a run or a folder of Megatron-LM, it is the latest checkpoint's.
 
     Raises:
         InputError: the run has no checkpoint yet, or Megatron-LM's checkpoint is not in its format torch_dist.
@@ -174,7 +174,7 @@ def _recognize_folder(folder: Path) -> Target:
         return Target("token files", folder, (str(folder),))
     if prefixes := {prefix_of(str(path)) for end in (".idx", ".npy") for path in folder.glob(f"*{end}")}:
         return Target("folder of token files", folder, tuple(sorted(prefixes)))
-    # One checkpoint of Megatron-LM, in any format. Ours have such a table, too, but a name with a step.
+    # One checkpoint of Megatron-LM, in any format. Ours have a table, too, but in a folder that is named by its step.
     has_table = any((folder / name).is_file() for name in (run_folder.MEGATRON_METADATA, TORCH_TABLE))
     if run_folder.step_of(folder) is None and (has_table or any(folder.glob(OLD_MEGATRON_LM))):
         return Target("megatron-lm", folder)

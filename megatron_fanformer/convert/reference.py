@@ -124,7 +124,7 @@ def unsupported_part(config: FANformerConfig) -> str | None:
 def write_reference(
     folder: Path, config: FANformerConfig, tensors: Mapping[str, Tensor], end_of_text_id: int | None = None
 ) -> None:
-    """Write a checkpoint that the authors' code opens into an empty folder; `tensors` have the reference's names.
+    """Write a checkpoint for the authors' code into an empty folder; `tensors` have the reference's names.
 
     All tensors are in memory at once. No safetensors file is written: the authors' trainer would prefer it to
     `model.pt`, and expect pickles as the names of its tensors.
@@ -150,7 +150,7 @@ def _problems(fields: Fields) -> list[str]:
     for name, (default, required, reason) in _RULES.items():
         value = fields.get(name, default)
         if value is None and name == "bias_for_layer_norm":
-            value = fields.get("include_bias", True)
+            value = fields.get("include_bias", True)  # which null stands for in the authors' code
         if value != required:
             problems.append(f"{name} is {value!r} and must be {required!r}, since {reason}")
     if (block := fields.get("block_type", SEQUENTIAL)) not in (SEQUENTIAL, FANFORMER):
@@ -186,6 +186,7 @@ def _fan_config(fields: Fields, sizes: _Sizes, shapes: Mapping[str, Tensor]) -> 
             raise CorruptError(f"the configuration says that the model has FAN, but the weights have no {name}")
         stated_ratio = None if ratios else fields.get("p_ratio")  # no field states the p_ratio for values
         ratios.append(inferred_p_ratio(shapes[name].shape[0], fan_map.width, stated_ratio))
+    # v_p_ratio is needed only if p_ratio would give the map for values another number of periodic rows.
     differs_for_values = int(ratios[-1] * maps[-1].width) != int(ratios[0] * maps[-1].width)
     return FANConfig(
         p_ratio=ratios[0],

@@ -48,7 +48,7 @@ SAMPLE_TEXTS = (
 
 
 def write_tokenizer(folder: Path, extras: Extras, *, model_max_length: int) -> tuple[int, list[int]]:
-    """Write the files of a tokenizer (`tokenizer.json` or sentencepiece `.model`) into a folder.
+    """Write the files of a tokenizer, made from its `tokenizer.json` or sentencepiece `.model`, into a folder.
 
     Returns:
         One more than the largest id, and the ids that end generation: the end of text and, if the chat template ends
@@ -62,10 +62,10 @@ def write_tokenizer(folder: Path, extras: Extras, *, model_max_length: int) -> t
     source, end_of_text_id = extras.tokenizer, extras.end_of_text_id
     assert source is not None and end_of_text_id is not None
     if source.suffix == ".model":
-        encode, finds_special_tokens = _write_sentencepiece(folder, source), False
+        original_encode = _write_sentencepiece(folder, source)
     else:
         _write_json(folder / TOKENIZER_JSON, source)
-        encode, finds_special_tokens = HuggingFaceTokenizer(source).encode, True
+        original_encode = HuggingFaceTokenizer(source).encode
     written = Tokenizer.from_file(str(folder / TOKENIZER_JSON))
     vocabulary = written.get_vocab(with_added_tokens=True)
     end_of_text = next((piece for piece, piece_id in vocabulary.items() if piece_id == end_of_text_id), None)
@@ -86,10 +86,10 @@ def write_tokenizer(folder: Path, extras: Extras, *, model_max_length: int) -> t
     end_ids = [end_of_text_id]
     if extras.chat_template is not None:
         (folder / CHAT_TEMPLATE_JINJA).write_text(extras.chat_template, encoding="utf-8")
-        ids = written.encode(ChatTemplate(extras.chat_template).end_of_turn(), add_special_tokens=False).ids
+        end_of_turn_ids = written.encode(ChatTemplate(extras.chat_template).end_of_turn(), add_special_tokens=False).ids
         special_ids = set(written.get_added_tokens_decoder()) - {end_of_text_id}
-        end_ids += [end_id for end_id in ids if end_id in special_ids][-1:]
-    _verify(folder, source, encode, finds_special_tokens=finds_special_tokens)
+        end_ids += [end_id for end_id in end_of_turn_ids if end_id in special_ids][-1:]
+    _verify(folder, source, original_encode, finds_special_tokens=source.suffix != ".model")
     return max(vocabulary.values()) + 1, end_ids
 
 
@@ -133,7 +133,7 @@ def _write_sentencepiece(folder: Path, source: Path) -> Callable[[str], list[int
 
     model: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # made at run time
     model.ParseFromString(source.read_bytes())
-    # sentencepiece never matches such pieces in a text; the tokenizer written here would. `_verify` shows the rest.
+    # `_verify` may miss pieces that sentencepiece never finds in a text, but that the written tokenizer would find.
     if any(piece.type == piece.UNUSED or " " in piece.piece for piece in model.pieces):
         raise InputError(
             f"sentencepiece model {source} has unused pieces or pieces with a plain space, which Hugging Face's format "

@@ -171,7 +171,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], names: list[str
         header[name] = {"dtype": type_name, "shape": list(meta[name].shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % HEADER_MULTIPLE)
-    with path.open("wb") as stream:  # buffered: it goes on where a call writes a part, and copies no large tensor
+    with path.open("wb") as stream:  # buffered, which completes writes that are cut short, and copies no large tensor
         stream.write(len(text).to_bytes(8, "little") + text)
         for name in order:
             tensor = tensors[name].detach()
