@@ -76,7 +76,7 @@ def _run_program(limits: Limits, program: Program) -> Result:
             return Result(outcome="timed out", message=f"it took more than {limits.wall_seconds:g} s")
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+                os.killpg(process.pid, signal.SIGKILL)  # with all processes that it started
     if report:
         text = report.decode(errors="replace")
         return Result(outcome="passed") if text == "passed" else Result(outcome="failed", message=text)

@@ -113,7 +113,7 @@ def _task_difference(
                 "--limit and files"
             )
     features = [np.array([(one["score"], one.get("weight", 1.0)) for one in task.documents]) for task in (a, b)]
-    sums = resampled_sums(np.concatenate(features, axis=1), draws, generator)
+    sums = resampled_sums(np.concatenate(features, axis=1), draws, generator)  # of A's two columns, then B's two
     drawn = _quotient(sums[:, 2:]) - _quotient(sums[:, :2])
     values = [float(_quotient(rows.sum(0))) for rows in features]
     return _difference(name, a.metric, values, drawn, len(a.documents)), drawn
@@ -157,8 +157,7 @@ def _quotient(sums: np.ndarray) -> np.ndarray:
 
 def comparison_lines(comparison: Comparison) -> Iterator[str]:
     """Yield the lines of the tables that show a comparison."""
-    yield f"A: {comparison.a}"
-    yield f"B: {comparison.b}"
+    yield from (f"A: {comparison.a}", f"B: {comparison.b}")
     if comparison.tasks:
         rows = [
             (

@@ -28,7 +28,7 @@ SET_FILES: dict[Group, str] = {"v2-small": "v2_small_gptneox20b/{}/val.npy", "v3
 
 
 def set_name(group: Group, name: str) -> str:
-    """Return OLMo's name of a set of a group in its metrics."""
+    """Return the name that OLMo's metrics give to a set of a group."""
     return f"{group}-{name}-validation"
 
 

@@ -239,6 +239,7 @@ def as_options(text: str) -> str:
 
 
 def _resolve_layout(text: str, world_size: int | None) -> Layout:
+    """Return the layout that a text describes; a launcher's ranks decide the number of replicas if it is not stated."""
     layout = parse_layout(text)
     if world_size is None:
         return layout

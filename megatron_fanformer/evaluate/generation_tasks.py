@@ -93,8 +93,8 @@ def _compare_numbers(documents: Sequence[dict[str, Any]], texts: Sequence[str]) 
     for document, text in zip(documents, texts, strict=True):
         number = final_number(text)
         is_right = number is not None and number == final_number(document["answer"])
-        answer = None if number is None else str(number)
-        verdicts.append({"score": float(is_right), "answer": answer, "expected": document["answer"]})
+        found = None if number is None else str(number)
+        verdicts.append({"score": float(is_right), "answer": found, "expected": document["answer"]})
     return verdicts
 
 

@@ -83,8 +83,8 @@ def find_jobs(request: EvaluationRequest) -> Jobs:
     if file is not None:
         names = evaluation.tasks or [*file.tasks, *file.texts]
         texts = {name: file.texts[name][: options.limit] for name in names if name in file.texts}
-        choices = [name for name in names if name not in texts]
-        evaluation = replace(evaluation, tasks=choices, requests=str(file.path) if choices else None)
+        choice_tasks = [name for name in names if name not in texts]
+        evaluation = replace(evaluation, tasks=choice_tasks, requests=str(file.path) if choice_tasks else None)
     if texts and request.layout.world_size > 1:
         problems.append(
             f"{', '.join(texts)}: a model writes its answers in one process; leave these tasks out, or run in one "
@@ -128,15 +128,15 @@ def _request_file(request: EvaluationRequest, jobs: list[EvaluationJob]) -> Requ
         return read_requests(options.requests)
     if not options.tasks:
         return None
-    tokenizers = {(job.tokenizer_sha256, job.source.end_of_text_id): job.tokenizer for job in jobs if job.tokenizer}
-    ends = {(sha256, load_tokenizer(path, eod_id=end).eod_id): path for (sha256, end), path in tokenizers.items()}
-    if len(ends) > 1:
-        descriptions = ", ".join(f"{path} with end of text {eod_id}" for (_, eod_id), path in ends.items())
+    stated = {(job.tokenizer_sha256, job.source.end_of_text_id): job.tokenizer for job in jobs if job.tokenizer}
+    resolved = {(sha256, load_tokenizer(path, eod_id=end).eod_id): path for (sha256, end), path in stated.items()}
+    if len(resolved) > 1:
+        descriptions = ", ".join(f"{path} with end of text {eod_id}" for (_, eod_id), path in resolved.items())
         raise InputError(
-            f"the checkpoints have {len(ends)} tokenizers ({descriptions}), but requests are made with one; evaluate "
-            "the checkpoints of each tokenizer by themselves"
+            f"the checkpoints have {len(resolved)} tokenizers ({descriptions}), but requests are made with one; "
+            "evaluate the checkpoints of each tokenizer by themselves"
         )
-    (((_, eod_id), tokenizer),) = ends.items()
+    (((_, eod_id), tokenizer),) = resolved.items()
     length = options.context_length or CONTEXT_LENGTH
     return prepare_requests(
         None, tasks=options.tasks, tokenizer=tokenizer, eod_id=eod_id, context_length=length, limit=options.limit
@@ -160,24 +160,23 @@ def evaluate_jobs(request: EvaluationRequest, jobs: Jobs, grid: RankGrid, *, log
     batch_tokens = options.batch_tokens
     versions = {name: version(name) for name in ("torch", "megatron-core", "numpy")}
     seed_everything(0)  # megatron-core cannot build layers on a GPU before its random states are seeded
-    shape: tuple[Any, ...] = ()
+    built: tuple[Any, ...] = ()  # the configuration and the type of the stages
     stages: list[Any] = []
     for job in jobs.jobs:
         source, path = job.source, job.source.path
         log(f"{path}: weights")
-        dtype = source.dtype if grid.device == "cuda" else torch.float32
-        if options.dtype != "auto":
-            dtype = torch_dtype(options.dtype)
-        if shape != (source.config, dtype):  # checkpoints of one model share the stages
+        default_dtype = source.dtype if grid.device == "cuda" else torch.float32
+        dtype = default_dtype if options.dtype == "auto" else torch_dtype(options.dtype)
+        if built != (source.config, dtype):  # checkpoints of one model share the stages
             stages.clear()  # frees their memory before the next stages are built
-            shape = (source.config, dtype)
+            built = (source.config, dtype)
             parallel, kernels = request.layout.parallel, request.layout.kernels
             stages = build_stages(source.config, parallel, grid, dtype=dtype, seed=None, kernels=kernels)
         source.read_weights(stages, grid)
         if job.survey.sets:
             log(f"{path}: perplexity")
-        losses = perplexity_of_sets(stages, job.survey.sets, grid, batch_tokens=batch_tokens)
-        _refuse_not_finite(losses)
+        set_results = perplexity_of_sets(stages, job.survey.sets, grid, batch_tokens=batch_tokens)
+        _refuse_not_finite(set_results)
         if job.survey.tasks:
             log(f"{path}: tasks")
         scores = scores_of_tasks(stages, job.survey.tasks, grid, batch_tokens=batch_tokens, every_metric=True)
@@ -203,14 +202,14 @@ def evaluate_jobs(request: EvaluationRequest, jobs: Jobs, grid: RankGrid, *, log
             ),
             requests=jobs.requests,
             tasks=tasks,
-            perplexity=losses,
-            groups={str(group): mean for group, mean in group_perplexities(losses).items()},
+            perplexity=set_results,
+            groups={str(group): mean for group, mean in group_perplexities(set_results).items()},
         )
 
 
-def _refuse_not_finite(losses: dict[str, SetResult]) -> None:
-    for name, loss in losses.items():  # the same on every rank
-        if not math.isfinite(loss.loss):
+def _refuse_not_finite(results: dict[str, SetResult]) -> None:
+    for name, result in results.items():  # equal on all ranks: all of them raise, or none
+        if not math.isfinite(result.loss):
             raise DivergenceError(
-                f"set {name}: the loss is {loss.loss}; the model diverged: evaluate an earlier checkpoint"
+                f"set {name}: the loss is {result.loss}; the model diverged: evaluate an earlier checkpoint"
             )

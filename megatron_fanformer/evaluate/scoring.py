@@ -92,14 +92,14 @@ def log_probabilities(
     Returns:
         For each task [n] float64, in its requests' order, the same on every rank.
     """
-    numbers: dict[tuple[bytes, int], int] = {}
+    row_numbers: dict[tuple[bytes, int], int] = {}  # in the order of `rows`
     rows: list[np.ndarray] = []
     rows_by_task = []
     for task in tasks:
         task_rows = []
         requests = np.split(task.ids, task.offsets[1:-1])
         for ids, scored in zip(requests, task.continuation_tokens.tolist(), strict=True):
-            number = numbers.setdefault((ids.tobytes(), scored), len(rows))
+            number = row_numbers.setdefault((ids.tobytes(), scored), len(rows))
             if number == len(rows):
                 rows.append(ids)
             task_rows.append(number)
@@ -110,7 +110,7 @@ def log_probabilities(
         rows.__getitem__,
         grid,
         batch_tokens=batch_tokens,
-        scored=np.array([scored for _, scored in numbers]),
+        scored=np.array([scored for _, scored in row_numbers]),
         shall_stop=shall_stop,
     )
     return [-losses[task_rows] for task_rows in rows_by_task]
@@ -189,7 +189,7 @@ def _divided(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 def _predictions(requests: TaskRequests, scores: np.ndarray) -> np.ndarray:
     """Return [documents]: the choice with the highest score; documents may have different numbers of choices."""
-    rows = np.cumsum(np.diff(requests.documents, prepend=requests.documents[0]) > 0)
+    _, rows = np.unique(requests.documents, return_inverse=True)  # documents from 0, without gaps in their numbers
     table = np.full((rows[-1] + 1, requests.choices.max() + 1), -np.inf)
     table[rows, requests.choices] = scores
     return table.argmax(axis=1)
@@ -202,7 +202,7 @@ def _with_ones(values: np.ndarray) -> np.ndarray:
 def choice_result(task: TaskRequests, scores: TaskScores) -> TaskResult:
     """Return the result of a task: every metric, and scores by document for the default metric."""
     divisors = task.lengths[DIVISORS[task.metric]] if task.metric in DIVISORS else task.continuation_tokens
-    begins = np.flatnonzero(np.diff(task.documents, prepend=-1)).tolist()
+    begins = np.flatnonzero(np.diff(task.documents, prepend=-1)).tolist()  # the first request of each document
     sums = document_sums(task, scores)[task.metric].tolist()
     documents = []
     for first, end, (score, weight) in zip(begins, [*begins[1:], len(task)], sums, strict=True):
@@ -234,7 +234,7 @@ def perplexity_of_sets(
         CorruptError: a file has become shorter since it was opened.
         Stopped: `shall_stop`, which is called before each batch, returned true.
     """
-    losses = {}
+    results = {}
     for perplexity_set in sets:
         chunks, size = perplexity_set.chunks(), perplexity_set.chunk_tokens
         sums = losses_of_rows(
@@ -246,8 +246,8 @@ def perplexity_of_sets(
             shall_stop=shall_stop,
         )
         tokens = len(chunks) * (size - 1)
-        losses[perplexity_set.name] = set_result(float(sums.sum()) / tokens, tokens, perplexity_set.bytes_per_token)
-    return losses
+        results[perplexity_set.name] = set_result(float(sums.sum()) / tokens, tokens, perplexity_set.bytes_per_token)
+    return results
 
 
 def _read_chunk(perplexity_set: PerplexitySet, chunks: np.ndarray, row: int) -> np.ndarray:
@@ -264,24 +264,24 @@ def set_result(loss: float, tokens: int, bytes_per_token: float | None = None) -
 
 
 def _exp(nats: float) -> float:
-    return math.exp(nats) if nats < 700 else math.inf
+    return math.exp(nats) if nats < 700 else math.inf  # from 710 on, math.exp raises OverflowError
 
 
-def group_perplexities(losses: Mapping[str, SetResult]) -> dict[Group, float]:
+def group_perplexities(results: Mapping[str, SetResult]) -> dict[Group, float]:
     """Return the mean perplexity of those groups of the paper whose sets were all measured."""
     return {
-        group: float(np.mean([_exp(losses[set_name(group, name)].loss) for name in names]))
+        group: float(np.mean([_exp(results[set_name(group, name)].loss) for name in names]))
         for group, names in SETS.items()
-        if all(set_name(group, name) in losses for name in names)
+        if all(set_name(group, name) in results for name in names)
     }
 
 
-def perplexity_metrics(losses: Mapping[str, SetResult]) -> dict[str, float]:
+def perplexity_metrics(results: Mapping[str, SetResult]) -> dict[str, float]:
     """Return the metrics that a run logs for perplexity sets, by OLMo's names."""
     metrics: dict[str, float] = {}
-    for name, loss in losses.items():
-        metrics[f"eval/{name}/CrossEntropyLoss"] = loss.loss
-        metrics[f"eval/{name}/Perplexity"] = _exp(loss.loss)
-        if loss.bits_per_byte is not None:
-            metrics[f"eval/{name}/BitsPerByte"] = loss.bits_per_byte
-    return {**metrics, **{f"eval/{group}/Perplexity": mean for group, mean in group_perplexities(losses).items()}}
+    for name, result in results.items():
+        metrics[f"eval/{name}/CrossEntropyLoss"] = result.loss
+        metrics[f"eval/{name}/Perplexity"] = _exp(result.loss)
+        if result.bits_per_byte is not None:
+            metrics[f"eval/{name}/BitsPerByte"] = result.bits_per_byte
+    return {**metrics, **{f"eval/{group}/Perplexity": mean for group, mean in group_perplexities(results).items()}}

