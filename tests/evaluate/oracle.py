@@ -25,7 +25,7 @@ class Oracle:
         self._rows, self._following = [[] for _ in range(batch_size)], [[] for _ in range(batch_size)]
         return self
 
-    def keep(self, rows: list[int]) -> None:
+    def keep_rows(self, rows: list[int]) -> None:
         self._rows, self._following = ([kept[row] for row in rows] for kept in (self._rows, self._following))
 
     def next_logits(self, ids_bs: torch.Tensor) -> torch.Tensor:
