@@ -183,12 +183,12 @@ def test_generation_ends_where_the_template_ends_an_answer(tmp_path, end, ids):
 
 def test_a_sentencepiece_model_gives_the_same_ids(exported, sentencepiece_model):
     """On files it was not trained on and on random strings of white space, code, rare characters."""
-    ours, theirs = load_tokenizer(sentencepiece_model), AutoTokenizer.from_pretrained(exported)
-    draw = random.Random(0)
+    ours, theirs, draw = load_tokenizer(sentencepiece_model), AutoTokenizer.from_pretrained(exported), random.Random(0)
     texts = [Path(module.__file__).read_text() for module in (json, random, shutil)]
     texts += ["".join(draw.choices("ab \n\t\u2581=-_.é北🙂\x00(){}0", k=40)) for _ in range(300)]
     texts += ["".join(draw.choice("ab -=\n") * draw.randint(1, 9) for _ in range(8)) for _ in range(300)]
     assert [text for text in texts if theirs.encode(text) != ours.encode(text)] == []
+    assert (exported / "tokenizer.model").read_bytes() == sentencepiece_model.read_bytes()
 
 
 @pytest.mark.parametrize("is_sequence", [True, False])
