@@ -165,7 +165,7 @@ def _count_end_of_text(arguments: Arguments, rows: int) -> Arguments:
 
 
 def _fan_fields(folder: Path, arguments: Arguments, stated: Mapping[str, Any]) -> Any:
-    """Return the fields of FAN: the user's; else the defaults if the layer spec is ours, or no FAN if there is no spec."""
+    """Return the fields of FAN: the user's; else the defaults if the layer spec is ours, or none without a spec."""
     spec = arguments.get("spec")
     if "fan" in stated or spec in SPECS:
         return stated.get("fan") or {}
