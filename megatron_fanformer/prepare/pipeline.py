@@ -53,7 +53,6 @@ PROGRESS_SECONDS = 0.2
 # One file in progress and one queued, so that no worker waits while the parent is writing.
 FILES_PER_WORKER = 2
 
-
 ProgressListener = Callable[[int, float], None]
 """Called with the number of documents encoded so far, and the share of the input's bytes in them."""
 
@@ -171,11 +170,11 @@ def _run_workers(
     """
     waiting, totals = deque(numbers), CONTEXT.Array("q", 2)
     threads = math.ceil(job.workers / max(1, min(job.workers, len(waiting))))
-    pool = partial(_run_pool, (job, folder, threads, totals), lambda: report(*totals))
+    run_pool = partial(_run_pool, (job, folder, threads, totals), lambda: report(*totals))
     while waiting:
-        suspects = yield from pool(waiting, min(job.workers, len(waiting)))
+        suspects = yield from run_pool(waiting, min(job.workers, len(waiting)))
         for number in suspects:
-            died_again = yield from pool(deque([number]), 1)
+            died_again = yield from run_pool(deque([number]), 1)
             if died_again:
                 error = FanformerError(
                     f"two workers died while preparing {job.files[number]} (killed, or out of memory);"
@@ -189,7 +188,7 @@ def _run_pool(
 ) -> Generator[Outcome, None, list[int]]:
     """Encode files from `waiting` in a new pool until none is left or a worker dies, which breaks the pool.
 
-    Returns the numbers of the files that were in a broken pool; the files not yet given to it stay in `waiting`.
+    Returns the numbers of the files that a broken pool had begun or queued; other files stay in `waiting`.
     """
     in_progress: dict[Future[EncodedRecord], int] = {}
     other_processes = set(multiprocessing.active_children())
@@ -197,7 +196,14 @@ def _run_pool(
     try:
         while waiting or in_progress:
             while waiting and len(in_progress) < FILES_PER_WORKER * processes:
-                in_progress[pool.submit(encode_file, waiting[0])] = waiting[0]
+                try:
+                    in_progress[pool.submit(encode_file, waiting[0])] = waiting[0]
+                except OSError as failure:
+                    # `submit` may start a process. If a worker dies meanwhile, the pool's own thread closes a pipe that
+                    # this start needs, and Python raises "handle is closed", without the errno of a system's error.
+                    if failure.errno is None:
+                        raise BrokenProcessPool from failure
+                    raise
                 waiting.popleft()
             done, _ = wait(in_progress, PROGRESS_SECONDS, FIRST_COMPLETED)
             report()
@@ -269,10 +275,8 @@ def merge(job: Job, count: int) -> Manifest:
         records = [record for record in finished if record is not None]
         if len(records) < len(inputs):
             missing = Counter(number % count for number, record in enumerate(finished) if record is None)
-            shards_named = ", ".join(f"{shard}/{count} ({plural(missing[shard], 'file')})" for shard in sorted(missing))
-            raise CorruptError(
-                f"{job.output} cannot be merged, files are left of --shard {shards_named}; prepare these"
-            )
+            unfinished = ", ".join(f"{shard}/{count} ({plural(missing[shard], 'file')})" for shard in sorted(missing))
+            raise CorruptError(f"{job.output} cannot be merged, files are left of --shard {unfinished}; prepare these")
         encoding = next(assignment.encoding for assignment in assignments.values() if assignment)
         job = replace(job, encoder=replace(job.encoder, encoding=encoding))
         _assign(work, job)

@@ -255,8 +255,4 @@ def _row(chance: random.Random, number: int) -> tuple[bytes | None, int | None, 
     return content, id, source, FuzzedLine(data=b"", reason=reason)
 
 
-NO_TEXTS = (
-    (None, documents.TEXT_NOT_A_STRING),
-    (b"", documents.EMPTY_TEXT),
-    (b"a\xff", documents.INVALID_UTF8),
-)
+NO_TEXTS = ((None, documents.TEXT_NOT_A_STRING), (b"", documents.EMPTY_TEXT), (b"a\xff", documents.INVALID_UTF8))

@@ -54,10 +54,7 @@ def compress_zstd(data: bytes) -> bytes:
     return zstd.compress(data, options={zstd.CompressionParameter.checksum_flag: 1})
 
 
-COMPRESS: dict[str, Callable[[bytes], bytes]] = {
-    "gz": gzip.compress,
-    "zst": compress_zstd,
-}
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {"gz": gzip.compress, "zst": compress_zstd}
 
 
 def test_lines_longer_than_a_block_stay_whole(write_lines: WriteLines) -> None:

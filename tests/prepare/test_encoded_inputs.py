@@ -23,9 +23,7 @@ def test_a_work_folder_goes_on_a_network_disk(tmp_path: Path, monkeypatch: pytes
     assert list((tmp_path / "new").iterdir()) == []
 
 
-def test_a_work_folder_in_which_another_process_has_begun_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_work_folder_where_another_process_has_begun_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may do so as soon as the lock has no name, before the folder is gone."""
     close = os.close
 

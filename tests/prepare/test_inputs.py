@@ -26,17 +26,8 @@ def touch(folder: Path, *files: str) -> None:
 
 
 def test_folders_stand_for_their_document_files_sorted(tmp_path: Path) -> None:
-    touch(
-        tmp_path,
-        "b/2.jsonl",
-        "a/1.json.gz",
-        "b/1.jsonl.zst",
-        "b/notes.pdf",
-        "c.json",
-        "d.parquet",
-        "e/f.md",
-        "g.txt.gz",
-    )
+    names_of_files = "b/2.jsonl a/1.json.gz b/1.jsonl.zst b/notes.pdf c.json d.parquet e/f.md g.txt.gz"
+    touch(tmp_path, *names_of_files.split())
     touch(tmp_path, "b/tokens.ledger.parquet", "b/tokens.manifest.json")
     found = ["a/1.json.gz", "b/1.jsonl.zst", "b/2.jsonl", "d.parquet"]
     assert names(expand_inputs([tmp_path], CHAT_SUFFIXES), tmp_path) == found
@@ -103,9 +94,8 @@ def test_a_file_that_links_lead_to_counts_once(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "c").symlink_to("b")
     found = ["a/1.jsonl", "a/5.jsonl", "b/2.jsonl"]
     assert names(expand_inputs([tmp_path / "a", tmp_path / "b"]), tmp_path) == found
-    assert capsys.readouterr().out == (
-        f"{tmp_path}/b: 2 files of other kinds passed over, such as {tmp_path}/b/c.json\n"
-    )
+    line = f"{tmp_path}/b: 2 files of other kinds passed over, such as {tmp_path}/b/c.json\n"
+    assert capsys.readouterr().out == line
     assert names(expand_inputs([f"{tmp_path}/**/[1-4].jsonl"]), tmp_path) == ["a/1.jsonl", "b/2.jsonl"]
     assert names(expand_inputs([tmp_path / "a" / "3.jsonl"]), tmp_path) == ["a/3.jsonl"]
 

@@ -68,9 +68,8 @@ def test_a_full_disk_is_one_line_and_a_later_run_goes_on(tmp_path: Path, small_t
         file.write_bytes(as_line(text))
     options = [*map(str, files), "--tokenizer", str(small_tokenizer_file)]
     expected = complete(options, tmp_path / "whole")
-    whole = (tmp_path / "whole" / "tokens.bin").stat().st_size
     command = [*options, "--output", str(tmp_path / "out" / "tokens"), "--workers", "2"]
-    with small_files(whole // 2):
+    with small_files((tmp_path / "whole" / "tokens.bin").stat().st_size // 2):
         process = start_command("prepare", *command)
         _, errors = process.communicate()
     assert (process.returncode, errors.count("\n")) == (1, 1) and "File too large" in errors, errors

@@ -1,11 +1,15 @@
 """Worker processes that die, and those that outlive nobody."""
 
+import errno
 import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -61,9 +65,27 @@ def test_the_files_beside_one_that_kills_its_worker_are_done(
     assert sorted(done) == ["000001", "000002", "000003", "000004"]
 
 
+def test_a_worker_that_dies_while_the_next_one_starts_is_no_failing_disk(
+    tmp_path: Path, write_lines: WriteLines, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CPython's pool then closes a pipe in the midst of `submit`. But too many open files are the system's error."""
+    files = [write_lines(f"{number}.jsonl", [as_line("some words")]) for number in range(3)]
+
+    def second_without_pipe(pool: Any, *arguments: Any, submit: Any = ProcessPoolExecutor.submit) -> Any:
+        if pool._processes:
+            pool._call_queue._reader.close()
+        return submit(pool, *arguments)
+
+    monkeypatch.setattr(ProcessPoolExecutor, "submit", second_without_pipe)
+    assert prepare(tmp_path / "out", *files, workers=2).manifest.documents == 3
+    monkeypatch.setattr(ProcessPoolExecutor, "submit", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
+    with pytest.raises(FanformerError, match="Too many open files"):
+        prepare(tmp_path / "new", *files, workers=2)
+
+
 def test_workers_import_neither_torch_nor_megatron() -> None:
     code = (
-        "import sys, megatron_fanformer.prepare.prepare;print({'torch', 'megatron', 'transformers'} & set(sys.modules))"
+        "import sys, megatron_fanformer.prepare.prepare;print({'torch', 'megatron', 'transformers'} & {*sys.modules})"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
