@@ -195,7 +195,7 @@ def compare_logits(root: Path, held_out: Path) -> float:
     with load_model(root / RUN) as model:
         trained_logits = model.logits(ids)
     difference = float((trained_logits - exported_logits).abs().max())
-    if not difference <= LOGITS_TOLERANCE:
+    if not difference <= LOGITS_TOLERANCE:  # NaN is refused, too
         raise FanformerError(
             f"the export's logits differ from the trainer's by {difference:.1e}, more than {LOGITS_TOLERANCE}"
         )

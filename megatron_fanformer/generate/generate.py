@@ -32,14 +32,14 @@ INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # a decoder returns it for a character
 def token_probabilities(logits_v: Tensor, config: SamplingConfig) -> Tensor:
     """Return the probabilities [v] float64 of the next token, at a temperature above 0.
 
-    The temperature is applied first, then top-k, then top-p to the others. Of equal logits, the lower id ranks first.
+    The temperature is applied first, then top-k, then top-p to what top-k keeps. Of equal logits, the lower id leads.
     """
     # The largest logit becomes 0, which no temperature, however low, can make infinite.
     scaled_v = (logits_v.double() - logits_v.max()) / config.temperature
-    ranked, ids = scaled_v.sort(descending=True, stable=True)
+    ranked_logits, ids = scaled_v.sort(descending=True, stable=True)
     if config.top_k:
-        ranked, ids = ranked[: config.top_k], ids[: config.top_k]
-    ranked = ranked.softmax(0)
+        ranked_logits, ids = ranked_logits[: config.top_k], ids[: config.top_k]
+    ranked = ranked_logits.softmax(0)
     mass_before = ranked.cumsum(0) - ranked
     ranked = ranked * (mass_before < config.top_p)
     return torch.zeros_like(scaled_v).scatter(0, ids, ranked / ranked.sum())
@@ -223,7 +223,7 @@ def generate(config: GenerateConfig) -> Iterator[Continuation]:
 
 
 def print_generations(config: GenerateConfig) -> None:
-    """Continue prompts and print each with its continuation, or a line of JSON for each with `config.json`.
+    """Print each prompt with its continuation; with `config.json`, print a line of JSON for each continuation.
 
     Of several texts, each has a line with its number before it; a single text is printed alone.
     """
@@ -232,14 +232,14 @@ def print_generations(config: GenerateConfig) -> None:
     if not config.prompts:
         raise InputError("there is no text to continue; name one with --prompt, or a file of them with --prompts")
     is_single = len(config.prompts) * config.num_samples == 1
-    for number, text in enumerate(generate(config)):
+    for number, row in enumerate(generate(config)):
         prompt_number, sample = divmod(number, config.num_samples)
         prompt = config.prompts[prompt_number]
         if config.json:
-            values = {"prompt": prompt, "sample": sample, "text": text.text, "ended_by": text.ended_by, "ids": text.ids}
+            values = {"prompt": prompt, "sample": sample, "text": row.text, "ended_by": row.ended_by, "ids": row.ids}
             print(json.dumps(values), flush=True)
             continue
         if not is_single:
             suffix = f", sample {sample + 1}" if config.num_samples > 1 else ""
             print("\n" * (number > 0) + f"--- prompt {prompt_number + 1}{suffix}")
-        print(prompt + text.text, flush=True)
+        print(prompt + row.text, flush=True)

@@ -168,7 +168,7 @@ class Decoder:
 
     def keep_rows(self, rows: list[int]) -> None:
         """Reduce the batch to these rows, in this order."""
-        memory = self._cache.key_value_memory_dict  # megatron-core reads the batch size from these [s, b, n, d]
+        memory = self._cache.key_value_memory_dict  # tensors [s, b, ...], which state the batch size
         for layer, keys_and_values in memory.items():
             memory[layer] = tuple(tensor[:, rows] for tensor in keys_and_values)
 
@@ -183,7 +183,7 @@ def build_model(source: ModelSource, grid: RankGrid) -> TrainedModel:
 
 @contextmanager
 def load_model(checkpoint: Path) -> Iterator[TrainedModel]:
-    """Yield the model of a checkpoint, in a new process group of this process alone; no other one may exist."""
+    """Yield the model of a checkpoint, in a new process group of this process alone; no other group may exist."""
     source = find_model(checkpoint)
     with distributed(ParallelConfig()) as grid:
         seed_everything(0)  # creates the random states that megatron-core needs to build layers on a GPU

@@ -107,7 +107,7 @@ class FANformerConfig(transformers.PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        if self.fan_placement in tuple(FAN_PLACEMENTS):
+        if self.fan_placement in tuple(FAN_PLACEMENTS):  # others, even unhashable ones, are left to `_problems`
             placement = FAN_PLACEMENTS[self.fan_placement]
             has_split_norms = self.use_qk_norm and not placement.has_v_p_ratio
             self.base_model_tp_plan = {**placement.tp_plan, **(HEAD_NORMS_TP_PLAN if has_split_norms else {})}

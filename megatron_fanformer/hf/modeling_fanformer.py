@@ -70,7 +70,7 @@ class FANActivation(nn.Module):
         self.gelu = config.fan_activation == "gelu"
 
     def forward(self, pre_activation: Tensor) -> Tensor:
-        """Map [p | g], [b, s, P + G], to [b, s, width]; cos and sin are computed in float32 for every dtype."""
+        """Map [p | g] to [cos p, sin p, g], [b, s, width]; cos and sin are computed in float32 for every dtype."""
         p, g = pre_activation.split(self.sizes, dim=-1)
         phase = p.float()
         activated = F.gelu(g) if self.gelu else g
@@ -98,7 +98,7 @@ class FANformerRotaryEmbedding(nn.Module):
 
     @torch.no_grad()
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin for positions [b, s], each [b, s, d], in float32 for every dtype of `x`."""
+        """Return cos and sin [b, s, d] for positions [b, s], in float32; `x` is unused: other models take its dtype."""
         frequencies, factor = self.frequencies(position_ids)
         half = position_ids[:, :, None].float() * frequencies
         angles = torch.cat([half, half], dim=-1)
@@ -135,17 +135,17 @@ class FANformerAttention(nn.Module):
 
     def __init__(self, config: FANformerConfig, layer_idx: int) -> None:
         super().__init__()
-        heads, groups = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
+        heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
         self.config = config
         self.layer_idx = layer_idx
         self.head_dim = config.head_dim
-        self.num_key_value_groups = heads // groups
+        self.num_key_value_groups = heads // key_value_heads
         self.scaling = self.head_dim**-0.5
         self.is_causal = True
         self.add_inputs(config)
         self.q_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, groups * self.head_dim, bias=False)
-        self.add_values(config, groups * self.head_dim)
+        self.k_proj = nn.Linear(config.hidden_size, key_value_heads * self.head_dim, bias=False)
+        self.add_values(config, key_value_heads * self.head_dim)
         if config.use_qk_norm:
             self.q_norm = FANformerRMSNorm(self.head_dim, config.rms_norm_eps)
             self.k_norm = FANformerRMSNorm(self.head_dim, config.rms_norm_eps)
@@ -169,7 +169,7 @@ class FANformerAttention(nn.Module):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend to x [b, s, h]; return [b, s, h], and the weights [b, n, s, t] if the implementation returns them."""
+        """Attend to hidden states [b, s, h]; return [b, s, h], and the weights [b, n, s, t] or None."""
         shape = hidden_states.shape[:-1]
         query, key, value = (
             heads.view(*shape, -1, self.head_dim).transpose(1, 2) for heads in self.queries_keys_values(hidden_states)
@@ -256,7 +256,7 @@ class FANformerFANLayers(nn.Module):
         self.fan_2 = residual_linear(inner, sum(self.activation_2.sizes), layer_idx, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x [b, s, h] to [b, s, f], and that to [b, s, h]."""
+        """Map x [b, s, h] to [b, s, f] by the first layer, and on to [b, s, h] by the second."""
         x = self.activation_1(self.fan_1(x))
         return self.activation_2(self.fan_2(x))
 
@@ -305,9 +305,9 @@ class FANformerPreTrainedModel(PreTrainedModel):
     _can_record_outputs = {"hidden_states": FANformerDecoderLayer, "attentions": FANformerAttention}
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw weights as the reference's `mitchell` does: normal, cut at 3 standard deviations of 1/sqrt(fan in).
+        """Draw normal weights of standard deviation 1/sqrt(fan in), cut at 3 of these, as the reference (`mitchell`).
 
-        For maps into the residual stream, a standard deviation is 1/sqrt(2 * fan in * (layer + 1)), layers from 0.
+        For maps into the residual stream, the standard deviation is 1/sqrt(2 * fan in * (layer + 1)), layers from 0.
         """
         if isinstance(module, FANformerRMSNorm):
             init.ones_(module.weight)

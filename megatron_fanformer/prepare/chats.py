@@ -129,7 +129,7 @@ class _Refused(Exception):
 
 
 def _find_messages(fields: Mapping[str, Any]) -> Sequence[Any]:
-    """Return the messages of a conversation of any form, not parsed yet. Raises _Refused if there are none."""
+    """Return the messages of a conversation as its data set states them. Raises _Refused if there are none."""
     for name in ("messages", "conversations"):
         stated = fields.get(name)
         if stated is not None:
@@ -145,7 +145,7 @@ def _find_messages(fields: Mapping[str, Any]) -> Sequence[Any]:
 
 
 def _parse_message(stated: Any) -> Message:
-    """Return a message with the field names and the role that templates expect. Raises _Refused if there is none."""
+    """Return a stated message with the field names and role that templates expect. Raises _Refused if it is invalid."""
     if not isinstance(stated, dict):
         raise _Refused(NOT_MESSAGES)
     fields = {name: value for name, value in stated.items() if value is not None}
@@ -158,7 +158,7 @@ def _parse_message(stated: Any) -> Message:
     role, calls = ROLES[speaker], fields.get("tool_calls")
     if calls and (role != ASSISTANT or not isinstance(calls, list) or None in map(function_of, calls)):
         raise _Refused(TOOL_CALLS)
-    text = None if content is None and calls else _join_text(content)
+    text = None if content is None and calls else _join_text(content)  # an answer may consist of calls alone
     if role == ASSISTANT and any(fields.get(name) not in (None, 0, 1) for name in WEIGHTS):
         raise _Refused(NOT_A_WEIGHT)
     message = {**fields, "role": role, "content": text}
@@ -167,15 +167,16 @@ def _parse_message(stated: Any) -> Message:
 
 
 def _join_text(content: Any) -> str:
-    """Return the content of a message, a text or a list of parts, as one text."""
+    """Return the content of a message as one text; it is a text, or a list of texts and of objects with a text."""
     if isinstance(content, str):
         return content
-    texts: list[str] = []
-    for part in content if isinstance(content, list) else [None]:
-        text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
-        if not isinstance(text, str):
-            raise _Refused(CONTENT_NOT_TEXT)
-        texts.append(text)
+    if not isinstance(content, list):
+        raise _Refused(CONTENT_NOT_TEXT)
+    texts: list[Any] = [
+        part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part for part in content
+    ]
+    if not all(isinstance(text, str) for text in texts):
+        raise _Refused(CONTENT_NOT_TEXT)
     return "".join(texts)
 
 
@@ -195,7 +196,7 @@ def _parse_tools(stated: Any) -> list[dict[str, Any]] | None:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a value from a Parquet file without null fields, which a row has for the fields of other rows."""
+    """Return a value from a Parquet file without null fields: objects have a null for each field of another object."""
     if isinstance(value, dict):
         return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
     return list(map(_without_nulls, value)) if isinstance(value, list) else value
@@ -206,7 +207,7 @@ def _refuse_surrogates(value: Any) -> None:
     if isinstance(value, str) and has_surrogate(value):
         raise _Refused(UNPAIRED_SURROGATE)
     if isinstance(value, dict):
-        value = [*value, *value.values()]
+        value = [*value, *value.values()]  # the names of the fields, and their values
     for inner in value if isinstance(value, list) else ():
         _refuse_surrogates(inner)
 
@@ -219,8 +220,7 @@ class ChatEncoder:
         self.parser = ChatParser()
         self._template = ChatTemplate(settings.chat.template, settings.chat.template_variables)
         self._encoder = choice.make_encoder()
-        self._settings = settings.chat
-        self._dtype = np.dtype(settings.dtype)
+        self._settings, self._dtype = settings.chat, np.dtype(settings.dtype)
 
     def encode(self, number: int, block: Block) -> EncodedBlock:
         """Encode the conversations of a file's block; blocks are numbered from 0."""
@@ -243,13 +243,14 @@ class ChatEncoder:
         for line, pieces in pieces_by_line.items():
             parts = [next(ids_of_texts) if isinstance(piece, str) else np.array([piece]) for piece, _ in pieces]
             flags = [np.full(len(part), flag, np.uint8) for part, (_, flag) in zip(parts, pieces, strict=True)]
-            chat = self._cut_or_pad(np.concatenate([no_ids, *parts]), np.concatenate([no_mask, *flags]))
-            if isinstance(chat, Refusal):
-                outcomes[line] = chat
+            fitted = self._cut_or_pad(np.concatenate([no_ids, *parts]), np.concatenate([no_mask, *flags]))
+            if isinstance(fitted, Refusal):
+                outcomes[line] = fitted
                 continue
-            tokens.append(chat[0].astype(self._dtype))
-            masks.append(chat[1])
-            is_cut.append(chat[2])
+            ids, mask, was_cut = fitted
+            tokens.append(ids.astype(self._dtype))
+            masks.append(mask)
+            is_cut.append(was_cut)
             text_bytes += len(rendered[line].text.encode())
         return encoded_block(
             outcomes,
@@ -269,14 +270,14 @@ class ChatEncoder:
         """
         rendered = self._template.render(chat.messages, tools=chat.tools)
         answers = [message for message in chat.messages if message["role"] == ASSISTANT]
-        are_weighted = [all(answer.get(name) != 0 for name in WEIGHTS) for answer in answers]
-        if all(are_weighted):
-            are_weighted = [True] * len(rendered.learned)
-        elif len(are_weighted) != len(rendered.learned):
+        are_learned = [all(answer.get(name) != 0 for name in WEIGHTS) for answer in answers]
+        if all(are_learned):  # then a template need not mark one span for each answer
+            are_learned = [True] * len(rendered.learned)
+        elif len(are_learned) != len(rendered.learned):
             raise TemplateRefusal("answers have weights, and the template does not mark each of them", MARKS_OTHERS)
-        spans = list(zip(rendered.learned, are_weighted, strict=True))
+        spans = list(zip(rendered.learned, are_learned, strict=True))
         chosen_spans = spans if self._settings.learn == "all" else spans[-1:]
-        return rendered._replace(learned=[span for span, is_weighted in chosen_spans if is_weighted])
+        return rendered._replace(learned=[span for span, is_learned in chosen_spans if is_learned])
 
     def _cut_or_pad(self, ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool] | Refusal:
         """Cut or pad a conversation; return its ids, its mask and whether it was cut, or return the refusal."""

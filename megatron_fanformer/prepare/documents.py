@@ -96,6 +96,7 @@ class DocumentParser:
         self._text_field = text_field
         self._other_fields = [name for name in ("id", "source") if name != text_field]
         fields: list[Any] = [("text", str), *((name, Scalar, None) for name in self._other_fields)]
+        # If the text is in a field `id`, the attribute `id` that `parse` reads is a constant None; likewise `source`.
         constants: dict[str, Any] = {text_field: None} if text_field in ("id", "source") else {}
         try:
             line = msgspec.defstruct("Line", fields, rename={"text": text_field}, namespace=constants)
@@ -112,7 +113,7 @@ class DocumentParser:
         return self.make_document(fields.text, fields.id, fields.source)
 
     def parse_text(self, data: bytes, id: str) -> Document | Refusal:
-        """Return the document that a text file is, without a byte order mark, or the reason to refuse the file."""
+        """Return a text file, without its byte order mark, as one document, or the reason to refuse the file."""
         try:
             return self.make_document(data.decode("utf-8-sig"), id, None)
         except UnicodeDecodeError:
@@ -144,7 +145,7 @@ class DocumentParser:
     def make_document(self, text: Any, id: Any, source: Any) -> Document | Refusal:
         """Return a document with these values, or the reason to refuse it."""
         if not isinstance(text, str):
-            return Refusal(INVALID_UTF8 if text == b"" else TEXT_NOT_A_STRING)
+            return Refusal(INVALID_UTF8 if text == b"" else TEXT_NOT_A_STRING)  # b"": see `_values`
         if not text:
             return Refusal(EMPTY_TEXT)
         if len(text) > MAX_LINE_BYTES:
@@ -200,7 +201,7 @@ def has_surrogate(text: str) -> bool:
 
 def as_text(value: Any) -> str | None:
     """Return an id or a source as text: other types become JSON, unpaired surrogates question marks."""
-    if value is None or value == b"":
+    if value is None or value == b"":  # b"": see `_values`
         return None
     if type(value) is str and value.isascii():
         return value
@@ -245,9 +246,8 @@ class DocumentFile:
     """
 
     def __init__(self, path: InputFile, columns: Callable[[InputFile, Any], list[str]]) -> None:
-        self.path = path
+        self.path, self._columns = path, columns
         self.bytes_read = 0
-        self._columns = columns
         self._digest = hashlib.sha256()
 
     @property
@@ -274,8 +274,7 @@ class DocumentFile:
                 yield from self._line_blocks(block_bytes)
 
     def _whole_text(self, block_bytes: int) -> Iterator[Block]:
-        pieces: list[bytes] = []
-        size = 0
+        pieces, size = list[bytes](), 0
         with self._open() as raw, _decompressed(self.path, _Counted(raw, self)) as stream:
             while piece := stream.read(block_bytes):
                 size += len(piece)
@@ -288,7 +287,7 @@ class DocumentFile:
         with self._open() as raw, _decompressed(self.path, _Counted(raw, self)) as stream:
             pending: list[bytes] = []  # chunks of a line whose end has not been read
             pending_bytes = 0
-            is_skipping = False  # the rest of a line that is too long
+            is_skipping = False  # whether the rest of a line that is too long is being skipped
             for number, chunk in enumerate(iter(partial(stream.read, block_bytes), b"")):
                 if number == 0:
                     _refuse_array(self.path, chunk)
@@ -344,7 +343,7 @@ class DocumentFile:
 
 
 def _refuse_array(path: InputFile, start: bytes) -> None:
-    """Raise InputError if a file begins with a JSON array of objects that is not complete on one of several lines."""
+    """Raise InputError if a file is one JSON array of objects; an array on the first of several lines is none."""
     first_line, _, other_lines = start.lstrip().partition(b"\n")
     is_line_of_many = first_line.rstrip().endswith(b"]") and other_lines.strip()
     if ARRAY_OF_OBJECTS.match(start) and not is_line_of_many:
@@ -355,8 +354,7 @@ class _Counted(io.RawIOBase):
     """A raw file whose bytes are counted by a `DocumentFile` when a decompressor reads them."""
 
     def __init__(self, raw: Any, counter: DocumentFile) -> None:
-        self._raw = raw
-        self._counter = counter
+        self._raw, self._counter = raw, counter
 
     def readable(self) -> bool:
         return True
@@ -369,7 +367,7 @@ class _Counted(io.RawIOBase):
 
 @contextmanager
 def _decompressed(path: InputFile, raw: _Counted) -> Iterator[Any]:
-    """Yield a stream of the uncompressed bytes of a file. To read over damage in the stream raises CorruptError."""
+    """Yield a stream of the uncompressed bytes of a file. Raises CorruptError if the bytes are damaged."""
     kind = COMPRESSIONS.get(path.suffix)
     if kind is None:
         yield raw
@@ -416,7 +414,7 @@ class _ZstdFrames:
 
 
 def _rows_per_block(metadata: Any, names: Sequence[str]) -> int:
-    """Return how many rows fit into a block, by the longest rows of the file: memory must not depend on the rows."""
+    """Return how many rows fit into a block, even if all are as long as the mean row of the longest row group."""
     max_row_bytes = 1.0
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
         group_bytes = sum(

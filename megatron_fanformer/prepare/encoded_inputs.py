@@ -94,14 +94,14 @@ class EncodedWriter:
     """Writes one encoded input file, block by block."""
 
     def __init__(self, encoded: EncodedInput, input_path: InputFile, *, is_chats: bool = False) -> None:
-        self._encoded = encoded
-        self._input_path = input_path
+        self._encoded, self._input_path = encoded, input_path
         self._modified_ns = input_path.stat().st_mtime_ns
         columns = ledger.schema(is_chats=is_chats)
+        # LedgerWriter adds the other two columns.
         self._schema = pyarrow.schema([column for column in columns if column.name not in ("shard", "first_token")])
         self._streams: dict[str, Any] = {}
         for suffix in ("tokens", "documents", *(["mask"] if is_chats else [])):
-            # Not the old file: a worker that outlives its killed parent for a moment may still write to that one.
+            # A new file: a worker that outlives its killed parent for a moment may still write to the old one.
             encoded.path(suffix).unlink(missing_ok=True)
             self._streams[suffix] = encoded.path(suffix).open("wb")
         self._rows = pyarrow.ipc.new_stream(self._streams["documents"], self._schema)

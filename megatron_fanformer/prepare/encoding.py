@@ -117,11 +117,10 @@ class IdEncoder:
     """
 
     def __init__(self, exact: Tokenizer, fast: Gigatoken | None = None, trust: Trust | None = None) -> None:
-        self.exact = exact
-        self._fast, self._trust = fast, trust
+        self.exact, self._fast, self._trust = exact, fast, trust
 
     def encode_block(self, number: int, texts: Sequence[bytes], name: str) -> list[np.ndarray]:
-        """Return the ids of each text in a block of a file; compare the first text's with the exact library's at times.
+        """Return the ids of each text in a block of a file; in some blocks, compare the libraries on the first text.
 
         Args:
             number: the number of the block in the file, from 0.
@@ -196,7 +195,7 @@ def choose_encoder(tokenizer: Tokenizer, backend: Backend, input_bytes: int) -> 
     """Choose the library that computes the ids.
 
     `auto` stands for gigatoken, except for small inputs, or if gigatoken cannot read the tokenizer or gives other ids
-    than the exact library to hard texts. The choice says why gigatoken is not used.
+    than the exact library to hard texts. The result says why `auto` is not gigatoken.
 
     Raises InputError if the stated backend cannot read the tokenizer, or gigatoken is stated and gives other ids.
     """
@@ -245,7 +244,7 @@ def compare_gigatoken(exact: Tokenizer) -> Trust | str:
 
 
 def trusted_characters(fast: EncodeAll, exact: EncodeAll) -> np.ndarray:
-    """Return [0x110000] bool: whether both libraries give the same ids to texts with a character."""
+    """Return [0x110000] bool: for each character, whether both libraries give the same ids to texts with it."""
     are_trusted = np.zeros(CODE_POINTS, bool)
     codes = list(chain.from_iterable(PROBED))
     rows = [codes[start : start + ROW] for start in range(0, len(codes), ROW)]
@@ -319,7 +318,7 @@ def encoded_block(outcomes: Sequence[Any], **token_fields: Any) -> EncodedBlock:
         numbers=list(documents),
         ids=[document.id for document in documents.values()],
         sources=[document.source for document in documents.values()],
-        refusals=[(number, line.reason) for number, line in enumerate(outcomes) if isinstance(line, Refusal)],
+        refusals=[(number, outcome.reason) for number, outcome in enumerate(outcomes) if isinstance(outcome, Refusal)],
         **token_fields,
     )
 
@@ -330,8 +329,7 @@ class BlockEncoder:
     def __init__(self, choice: EncoderChoice, settings: Settings) -> None:
         self.parser = DocumentParser(settings.text_field)
         self._encoder = choice.make_encoder()
-        self._eod_id = choice.eod_id
-        self._dtype = np.dtype(settings.dtype)
+        self._eod_id, self._dtype = choice.eod_id, np.dtype(settings.dtype)
 
     def encode(self, number: int, block: Block) -> EncodedBlock:
         """Encode the documents of a file's block; blocks are numbered from 0."""

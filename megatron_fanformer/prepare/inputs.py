@@ -3,7 +3,7 @@
 import glob
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,8 +63,8 @@ InputFile = Path | RemoteInput
 def recorded_path(file: InputFile) -> str:
     """Return the path of an input file for manifests and ledgers: the URL, or the absolute path.
 
-    Links are not resolved, since they may lead elsewhere on other machines. A path with `..` is resolved: after a link,
-    `..` is not the folder before it in the path.
+    Links are not resolved, since they may lead elsewhere on other machines, except in a path with `..`, which leads to
+    another folder after a link than the path shows.
     """
     if isinstance(file, RemoteInput):
         return str(file)
@@ -80,7 +80,7 @@ def input_sha256(file: InputFile) -> str:
         return sha256_of_stream(stream)
 
 
-def expand_inputs(inputs: Iterable[str | Path], suffixes: Sequence[str] = DOCUMENT_SUFFIXES) -> list[InputFile]:
+def expand_inputs(inputs: Iterable[str | Path], suffixes: tuple[str, ...] = DOCUMENT_SUFFIXES) -> list[InputFile]:
     """Return the files that `inputs` name, each file once: local files sorted by path, then those at URLs.
 
     An input is the path or the URL of a file, of a folder (a URL ends in /) or of files that match a glob pattern, or
@@ -92,14 +92,13 @@ def expand_inputs(inputs: Iterable[str | Path], suffixes: Sequence[str] = DOCUME
         FanformerError: a store does not answer.
     """
     forget_files()
-    kinds = tuple(suffixes)
     local: list[Path] = []
     remote: dict[str, RemoteInput] = {}
     for name in _expand_lists(inputs):
         if is_url(name):
-            remote |= {file.url: file for file in _expand_url(name, kinds)}
+            remote |= {file.url: file for file in _expand_url(name, suffixes)}
         else:
-            local += _expand_path(name, kinds)
+            local += _expand_path(name, suffixes)
     by_target: dict[Path, Path] = {}  # of several links to a file, the first alone is taken
     for file in sorted(local, key=lambda file: Path(recorded_path(file))):
         if not file.is_file():

@@ -123,8 +123,7 @@ class _HashedFile:
 
     def __init__(self, path: Path) -> None:
         self._path, self._file = path, path.open("wb")
-        self._digest = hashlib.sha256()
-        self._thread = ThreadPoolExecutor(1)
+        self._digest, self._thread = hashlib.sha256(), ThreadPoolExecutor(1)
         self._hashed: Future[None] | None = None
         self.bytes = 0
 
@@ -163,12 +162,12 @@ def _index(lengths: Path, documents: int, dtype: np.dtype[Any]) -> Iterator[byte
     yield INDEX_HEADER.pack(INDEX_MAGIC, 1, dtype_code, documents, documents + 1)
     with lengths.open("rb") as file:
         while data := file.read(4 * INDEX_CHUNK):
-            yield data
+            yield data  # the length of each sequence
         file.seek(0)
         offset = 0
         while data := file.read(4 * INDEX_CHUNK):
             ends = offset + np.cumsum(np.frombuffer(data, np.int32), dtype=np.int64) * dtype.itemsize
-            yield np.concatenate([[offset], ends[:-1]]).astype(np.int64).tobytes()
+            yield np.concatenate([[offset], ends[:-1]]).astype(np.int64).tobytes()  # where each begins, in bytes
             offset = int(ends[-1])
     for start in range(0, documents + 1, INDEX_CHUNK):
         yield np.arange(start, min(start + INDEX_CHUNK, documents + 1), dtype=np.int64).tobytes()
@@ -197,7 +196,7 @@ def _read(file: IO[bytes], size: int) -> bytes:
 
 
 def check_output(output: str) -> None:
-    """Raise InputError if the output is a URL or a folder: the files of `web/` would lie beside it, as `web.bin`."""
+    """Raise InputError if the output is a URL or a folder: the tokens of `web/` would be beside it, in `web.bin`."""
     if is_url(output):
         raise InputError(
             f"output {output} is on another store; name a path, and copy the files of that prefix, the manifest last"

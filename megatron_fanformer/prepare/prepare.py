@@ -194,7 +194,7 @@ def _check_options(config: PrepareConfig) -> None:
 def _settings(config: PrepareConfig, tokenizer: Tokenizer) -> Settings:
     dtype = token_dtype(tokenizer.vocab_size)
     if config.format == "npy":
-        dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+        dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"  # the reference's only types
     return Settings(
         text_field="" if config.chat else config.text_field,
         dtype=dtype,
