@@ -130,8 +130,8 @@ RULES: dict[str, tuple[tuple[Any, ...], str]] = {
     "multi_latent_attention": ((False,), "attention is multi-head or grouped-query"),
 }
 """By argument: the allowed values and the reason. The first value is assumed where a version of Megatron-LM lacks the
-argument. A checkpoint's tensors show only the arguments in `LAYERS`."""
-LAYERS = ("num_experts", "multi_latent_attention")  # without effect beside a --spec; ours has neither
+argument. Of these arguments, only those in `LAYERS` show in a checkpoint's tensors."""
+LAYERS = ("num_experts", "multi_latent_attention")  # without effect beside a --spec; our specs have neither
 DROPOUT = ("hidden_dropout", "attention_dropout")  # without effect on a model that does not train
 
 

@@ -228,7 +228,7 @@ def _fan(config: FANformerConfig, load_in_block: Load, name: str, x: Tensor, wid
 
 def _attention(config: FANformerConfig, load_in_block: Load, x: Tensor) -> Tensor:
     qkv = config.placement.reference_qkv(config, load_in_block, x, partial(_fan, config, load_in_block))
-    q, k, v = (part.unflatten(-1, (-1, config.kv_channels)).transpose(1, 2) for part in qkv)
+    q, k, v = (part.unflatten(-1, (-1, config.kv_channels)).transpose(1, 2) for part in qkv)  # [b, heads, s, d]
     q, k = _rotate(config, q), _rotate(config, k)
     heads_per_group = config.num_attention_heads // config.query_groups
     k, v = k.repeat_interleave(heads_per_group, dim=1), v.repeat_interleave(heads_per_group, dim=1)

@@ -111,7 +111,7 @@ def find_jobs(request: EvaluationRequest) -> Jobs:
                 end_of_text_id=source.end_of_text_id,
             )
             surveys[key] = collect_problems(problems, survey)
-        job.survey = surveys[key] or job.survey
+        job.survey = surveys[key] or job.survey  # None: it has problems, which are raised below
     if problems:
         raise InputError("\n".join(dict.fromkeys(problems)))  # checkpoints of a run have the same problems
     return Jobs(jobs=jobs, texts=texts, requests=file.sha256 if file else None)

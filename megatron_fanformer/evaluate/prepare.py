@@ -180,7 +180,7 @@ def choice_requests(task: Task, tokenizer: Tokenizer, context_length: int, limit
     empty = [tokenizer.eod_id]  # stands for an empty context: a model predicts no token from nothing
     continuations = [ids[row.continuation] for row in rows]
     places = [(row.document, row.choice, row.label) for row in rows]
-    pairs = [(row.continuation, row.continuation[1:]) for row in rows]
+    pairs = [(row.continuation, row.continuation[1:]) for row in rows]  # with the leading space, and without
     contexts = [ids[row.context] or empty for row in rows]
     requests = make_requests(task.name, task.metric, places, contexts, continuations, pairs)
     if len(neutral) == len(rows):

@@ -72,7 +72,7 @@ class TaskRequests:
 
     @property
     def cut(self) -> int:
-        """Requests that lost the beginning of their context."""
+        """Return the number of requests that lost the beginning of their context."""
         return int(np.count_nonzero(self.cut_tokens))
 
     def __len__(self) -> int:
