@@ -99,7 +99,7 @@ class RemoteRun:
         self._files.pipe_file(f"{self._checkpoints}/{run_folder.LATEST}", f"{name}\n".encode())
         complete = self.complete()
         kept = [other for other in complete if other <= name][-(keep or len(complete)) :]
-        later = [other for other in complete if other > name]  # of a run that was then rewound
+        later = [other for other in complete if other > name]  # the run was rewound after these
         for other in set(self._steps()).difference(kept, later):
             self._remove(other)
 
@@ -225,7 +225,7 @@ def fetch_newer(url: str, run: Path, *, use_earlier: bool = True) -> None:
     earlier than a damaged newest one. If the folder has a sound checkpoint, errors of the store are only logged.
     """
     newest, sound = run_folder.newest_steps(run)
-    least_step = sound + 1 if use_earlier or sound == newest else newest
+    least_step = sound + 1 if use_earlier or sound == newest else newest  # the last: not below a damaged one
 
     def fetch() -> None:
         remote = RemoteRun(url)  # a new connection for each attempt

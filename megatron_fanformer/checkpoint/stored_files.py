@@ -112,7 +112,7 @@ def _check_table(table: Any) -> None:
     for name, value in table.state_dict_metadata.items():
         is_sound &= isinstance(name, str)
         if isinstance(value, TensorStorageMetadata):
-            whole = torch.empty(value.size, dtype=value.properties.dtype, device="meta")  # raises for impossible ones
+            whole = torch.empty(value.size, dtype=value.properties.dtype, device="meta")  # fails for a bad size or type
             is_sound &= all(isinstance(chunk.sizes, torch.Size) for chunk in value.chunks)
             is_sound &= all(len(chunk.offsets) == len(chunk.sizes) == whole.dim() for chunk in value.chunks)
     if not is_sound:
@@ -160,7 +160,7 @@ def read_checked(checkpoint: Path, *, share: int = 0, shares: int = 1) -> Table:
 
 
 def check_stored(checkpoint: Path, *, share: int = 0, shares: int = 1) -> None:
-    """Raise CorruptError if a file of a checkpoint differs from the manifest, or if its name states another step."""
+    """Raise CorruptError if a file differs from the checkpoint's manifest, or the folder's name states another step."""
     manifest = read_manifest(checkpoint)
     if run_folder.step_of(checkpoint) not in (None, manifest.step):
         raise CorruptError(f"{checkpoint} is of step {manifest.step}, another than its name says; rename it")
@@ -211,7 +211,7 @@ class SavedProgress(NamedTuple):
 def saved_progress(checkpoint: Path, table: Table) -> SavedProgress | None:
     """Return the progress in a checkpoint; None for converted weights, CorruptError if it has no step or samples."""
     file, common = common_values(checkpoint, table)
-    progress = common.get("progress") if isinstance(common, dict) else common
+    progress = common.get("progress") if isinstance(common, dict) else common  # for the message, if it is no dict
     if isinstance(common, dict) and not progress:
         return None
     values = progress if isinstance(progress, dict) else {}

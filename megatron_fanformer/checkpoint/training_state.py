@@ -240,8 +240,8 @@ def requested_weights(weights: dict[str, Any], stored_names: Collection[str]) ->
     """Return the weights, to load into, under the names by which a checkpoint stores them in this run's type."""
 
     def named(leaf: Any) -> Any:
-        is_main = leaf.data.dtype == torch.float32
-        return replace(leaf, key=main_weight_name(leaf.key, stored_names)) if is_main else leaf
+        is_float32 = leaf.data.dtype == torch.float32
+        return replace(leaf, key=main_weight_name(leaf.key, stored_names)) if is_float32 else leaf
 
     return {chunk: {name: named(leaf) for name, leaf in leaves.items()} for chunk, leaves in weights.items()}
 

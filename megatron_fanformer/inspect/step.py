@@ -55,7 +55,7 @@ def inspect_step(path: str, step: int, overrides: tuple[str, ...] = ()) -> Repor
 
 
 def _refuse_changed_data(target: Target, step: int) -> None:
-    """Raise InputError if a run has changed its training data since `step`: its configuration has only the new data."""
+    """Raise InputError if a run has changed its data since `step`; the run's configuration has only the new data."""
     checkpoint = target.path if target.kind == "checkpoint" else run_folder.latest_checkpoint(target.path)
     progress = saved_progress(checkpoint, read_table(checkpoint)) if checkpoint else None
     fingerprint = fingerprint_from_plain(progress.data, checkpoint) if checkpoint and progress else None
@@ -147,18 +147,18 @@ def _passages(
         for first_token, length, document in _documents(span, ledger_of(span.prefix)):
             begin, position = position, position + length
             passage_ids = ids[begin:position]
-            is_known = tokenizer is not None and max(passage_ids, default=0) < tokenizer.vocab_size
+            is_decodable = tokenizer is not None and max(passage_ids, default=0) < tokenizer.vocab_size
             passage: Report = {"prefix": span.prefix, "first_token": first_token, "length": length, "document": None}
             if document is not None:
                 facts = {name: getattr(document, name) for name in ("id", "source", "shard", "line", "length")}
                 passage["document"] = {**facts, "first_token": first_token - document.first_token}
             if learned is not None:
                 passage["learned"] = _true_runs(learned[begin:position])
-                if is_known:
+                if is_decodable:
                     passage["learned_texts"] = [
                         tokenizer.decode(passage_ids[start:end]) for start, end in passage["learned"]
                     ]
-            yield {**passage, "text": tokenizer.decode(passage_ids) if is_known else None, "ids": passage_ids}
+            yield {**passage, "text": tokenizer.decode(passage_ids) if is_decodable else None, "ids": passage_ids}
 
 
 def _documents(span: Span, ledger: Any) -> Iterator[tuple[int, int, LedgerRow | None]]:

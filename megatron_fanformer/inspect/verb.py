@@ -80,7 +80,7 @@ def inspect_path(path: str, *, verify: bool = False) -> dict[str, Any]:
     from megatron_fanformer.data.manifest import read_manifest
 
     is_token_file = path.endswith((".npy", ".bin", ".idx"))
-    # A chain of URLs (a::b) cannot be a prefix: the suffix of a file belongs to `a`, not to the end.
+    # Token files are never read through a chain of URLs (a::b), so a manifest is not sought there.
     if is_url(path) and (is_token_file or ("::" not in path and read_manifest(path) is not None)):
         target = Target("token files", Path(path), (re.sub(r"\.(npy|bin|idx)$", "", path),))
     else:

@@ -64,7 +64,7 @@ class Bounds:
 
     def findings(self, differences: Differences) -> Iterator[Finding]:
         """Yield differences beyond their bounds: outputs, the first loss, gradients, later losses, weights."""
-        first, *later = [
+        first_loss, *later_losses = [
             Finding("loss of step", str(step), difference, bound)
             for step, (difference, bound) in enumerate(zip(differences.losses, self.losses, strict=True), 1)
         ]
@@ -75,7 +75,7 @@ class Bounds:
             ]
             for kind in KINDS
         )
-        for finding in (*outputs, first, *gradients, *later, *weights):
+        for finding in (*outputs, first_loss, *gradients, *later_losses, *weights):
             if not finding.difference <= finding.bound:  # true for NaN, too
                 yield finding
 
@@ -84,9 +84,9 @@ def baseline_of(trace: Trace, epsilon: float = FLOAT32_EPSILON) -> Baseline:
     """Return the baseline of a single process's trace; `epsilon` is the machine epsilon of the weights' type."""
     tensors = {kind: _assemble(getattr(trace, kind)) for kind in KINDS}
     initial = _assemble(trace.initial)
-    moved = {name: weight - initial[name] for name, weight in tensors["weights"].items()}
+    changes = {name: weight - initial[name] for name, weight in tensors["weights"].items()}
     scales: dict[str, Errors] = {}
-    for kind, measured in {**tensors, "weights": moved}.items():
+    for kind, measured in {**tensors, "weights": changes}.items():
         norms = {name: _norm(tensor) for name, tensor in measured.items()}
         smallest = SMALLEST_SCALE * max(norms.values())
         scales[kind] = {name: max(norm, smallest) for name, norm in norms.items()}
@@ -115,9 +115,9 @@ def bounds_from(noise: list[Differences], last_places: Errors) -> Bounds:
     """Return bounds: `FACTOR` times the largest differences that the reordered runs showed, which are in `noise`.
 
     With few runs, some tensor shows hardly any noise by chance. Therefore the noise of a tensor counts as at least that
-    of the median tensor. The noise of a weight counts as at least a unit in its last place: two updates that differ by
-    a millionth mostly round to the same weight, so that few runs do not show this noise in every tensor. The noise of a
-    step's loss counts as at least that of earlier losses, and of the single tokens' losses, whose mean is the loss.
+    of the median tensor of its kind. The noise of a weight counts as at least a unit in its last place: two updates
+    that differ by a millionth mostly round to the same weight, so that few runs do not show this noise in every tensor.
+    The noise of a step's loss counts as at least that of earlier losses, and of single tokens' losses, its summands.
     """
     steps = range(len(noise[0].losses))
     loss_noise = [max(max(run.losses[: step + 1]) for run in noise) for step in steps]
@@ -143,7 +143,7 @@ def _assemble(parts: list[TensorPart]) -> dict[str, np.ndarray]:
 
 
 def _errors(whole: dict[str, np.ndarray], scales: Errors, ranks: list[list[TensorPart]]) -> Errors:
-    """Return, by name, the norm of the difference divided by the scale; infinite if a part is missing or not finite."""
+    """Return the norms of the ranks' differences from whole tensors, over the scales; infinite if a part is missing."""
     missing = -1.0
     errors = {name: np.full(tensor.shape, missing, dtype=np.float32) for name, tensor in whole.items()}
     for part in (part for parts in ranks for part in parts):

@@ -64,7 +64,7 @@ def weight_parts(
         for state in states
         for shard in local_shards(state)
     ]
-    if not order.number:
+    if not order.number:  # the original order
         return parts
     whole = {part.name: torch.empty(part.shape) for part in parts}
     for part in parts:
@@ -84,7 +84,7 @@ def _gradient_of(sharded: Any) -> Any:
 
 def restored_output(part: TensorPart, order: Reordering) -> TensorPart:
     """Return an output of a reordered run with the samples and coordinates (the last axis) in the original order."""
-    if not order.number:
+    if not order.number:  # the original order
         return part
     samples, positions = part.where
     module = part.name.rpartition(".")[2]
@@ -159,7 +159,7 @@ class OutputRecorder:
             return
         outputs = {name: output[0] if isinstance(output, tuple) else output}
         if name.endswith(".fan"):
-            features = output[1] if isinstance(module, ActivatedColumnParallelLinear) else output
+            features = output[1] if isinstance(module, ActivatedColumnParallelLinear) else output  # [0]: the product
             names = (name, name.replace(".fan", ".v_fan"))
             outputs = dict(zip(names, features, strict=False))  # some placements have no map of values
         for part_name, tensor in outputs.items():
@@ -170,19 +170,19 @@ class OutputRecorder:
         size = self._micro_batch_size
         first = (micro_batch * self._grid.data_parallel_size + self._grid.data_parallel_rank) * size
         samples = list(range(first, first + size))
-        whole = (self._global_batch_size, self._seq_length, output_sbw.shape[-1])
+        whole_shape = (self._global_batch_size, self._seq_length, output_sbw.shape[-1])
         values = as_array(output_sbw.transpose(0, 1))
         length = values.shape[1]
         if len(values) == size:
             where = (samples, self._positions(self._seq_length, length))
-            self.parts.append(TensorPart(name, whole, where, values))
+            self.parts.append(TensorPart(name, whole_shape, where, values))
             return
         # All samples are one row, of which this rank may have a part.
         indices, positions = divmod(self._positions(size * self._seq_length, length), self._seq_length)
         for index in np.unique(indices):
             of_sample = indices == index
             where = ([samples[index]], positions[of_sample])
-            self.parts.append(TensorPart(name, whole, where, values[:, of_sample]))
+            self.parts.append(TensorPart(name, whole_shape, where, values[:, of_sample]))
 
     def _positions(self, whole: int, length: int) -> np.ndarray:
         """Return the positions, in a sequence of length `whole`, of an output of `length` on this rank."""

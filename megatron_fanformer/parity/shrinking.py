@@ -39,7 +39,7 @@ def shrink(model: FANformerConfig, micro_batch_size: int, layouts: list[Parallel
     groups = _groups(model.query_groups, layouts)
     heads = groups * model.num_attention_heads // model.query_groups
     hidden = heads * min(HEAD_SIZE, model.kv_channels)
-    ffn_unit = 4 * unit
+    ffn_unit = 4 * unit  # a FAN layer of p_ratio 0.25 in the MLP then has rows that `unit` divides
     multiple = math.lcm(VOCABULARY_UNIT, unit)
     # A context parallel rank takes 2 parts of the sequence; with sequence parallelism, tensor parallel ranks divide it.
     sequence_unit = math.lcm(
@@ -73,7 +73,7 @@ def _groups(groups: int, layouts: list[ParallelConfig]) -> int:
     for layout in layouts:
         ranks = layout.tensor_model_parallel_size * (layout.context_parallel_size if layout.exchanges_heads else 1)
         fewest = math.lcm(fewest, math.gcd(groups, ranks))
-    return math.lcm(fewest, 2) if groups % math.lcm(fewest, 2) == 0 else fewest
+    return math.lcm(fewest, 2) if groups % math.lcm(fewest, 2) == 0 else fewest  # 2 or more, where possible
 
 
 def _layers(num_layers: int, layouts: list[ParallelConfig]) -> int:

@@ -96,7 +96,7 @@ def prepare_rank(trial: TrialConfig, layout: ParallelConfig, order: Reordering) 
         wrapped = wrap_stages(stages, layout, grad_reduce_in_fp32=trial.grad_reduce_in_fp32)
         optimizer = build_optimizer(trial.optimizer, wrapped)
         schedule = ScheduleConfig(lr_decay_style="constant")
-        build_scheduler(schedule, optimizer, trial.optimizer, train_iters=trial.steps).step(1)
+        build_scheduler(schedule, optimizer, trial.optimizer, train_iters=trial.steps).step(1)  # sets the learning rate
         num_micro_batches = trial.global_batch_size // (trial.micro_batch_size * grid.data_parallel_size)
         yield Preparation(grid, stages, wrapped, optimizer, _batches(trial, order, grid), num_micro_batches, initial)
 
