@@ -99,7 +99,7 @@ class RemoteRun:
         self._files.pipe_file(f"{self._checkpoints}/{run_folder.LATEST}", f"{name}\n".encode())
         complete = self.complete()
         kept = [other for other in complete if other <= name][-(keep or len(complete)) :]
-        later = [other for other in complete if other > name]  # the run was rewound after these
+        later = [other for other in complete if other > name]  # left from before the run was rewound
         for other in set(self._steps()).difference(kept, later):
             self._remove(other)
 

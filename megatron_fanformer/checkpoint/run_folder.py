@@ -90,7 +90,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """Return the step in the name of a checkpoint's folder; None if it is not a checkpoint's name."""
+    """Return the step in the name of a checkpoint's folder; None if the name is not a checkpoint's."""
     match = _CHECKPOINT_NAME.fullmatch(checkpoint.name)
     return int(match[1]) if match else None
 
@@ -132,12 +132,12 @@ def publish_checkpoint(
     (temporary / VERSIONS).write_text(json.dumps(versions(), indent=1) + "\n")
     write_manifest(temporary, step)
     final = checkpoints / checkpoint_name(step)
-    if os.path.lexists(final):  # the run was rewound after that checkpoint: the new one replaces it
+    if os.path.lexists(final):  # left from before the run was rewound: the new checkpoint replaces it
         _remove(final)
     publish(temporary, final)
     write_atomically(checkpoints / LATEST, final.name + "\n")
     if keep is not None:
-        # The run was rewound after any later checkpoints: they are neither counted nor removed.
+        # Later checkpoints are left from before the run was rewound: they are neither counted nor removed.
         earlier = [folder for folder in _steps(checkpoints) if folder.name < final.name]
         for old in earlier[: max(0, len(earlier) + 1 - keep)]:
             if old.name not in in_use:
@@ -160,7 +160,7 @@ def _hidden(checkpoints: Path, name: str) -> Path:
 def point_to(checkpoint: Path, damaged: Sequence[Path]) -> None:
     """Make `latest` name a checkpoint, and set damaged checkpoints aside."""
     latest = checkpoint.parent / LATEST
-    with suppress(CorruptError):  # `latest` is damaged, and is replaced below
+    with suppress(CorruptError):  # a damaged `latest` is replaced below
         if not damaged and _read_latest(latest) == checkpoint:
             return
     for other in damaged:
@@ -260,7 +260,7 @@ def check_sound(checkpoint: Path) -> None:
     """Raise CorruptError if a file of a checkpoint is missing or damaged; files of tensors are not read."""
     check_complete(checkpoint)
     check_small_files(checkpoint)
-    saved_config(checkpoint)
+    saved_config(checkpoint)  # only to find damage in it
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -300,7 +300,7 @@ def read_mapping(file: Path) -> dict[str, Any]:
 
 
 def saved_model(checkpoint: Path) -> FANformerConfig:
-    """Return the configuration of a checkpoint's model; raise CorruptError if it is missing or impossible."""
+    """Return the configuration of a checkpoint's model; raise CorruptError if there is none, or an impossible one."""
     values = saved_config(checkpoint).get("model")
     if not isinstance(values, dict):
         raise CorruptError(f"{checkpoint / CONFIG} states no model; use another checkpoint")

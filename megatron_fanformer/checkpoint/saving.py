@@ -68,7 +68,7 @@ class CheckpointSaver:
         self._strategy = megatron_versions.save_strategy(grid.groups.dp_cp)
         self._calls = AsyncCallsQueue(persistent=False)  # a persistent one's writer needs CUDA
         self._unpublished: _Unpublished | None = None
-        self._is_validated = False
+        self._is_validated = False  # whether the shards of all ranks were checked to make whole tensors
 
     def save(
         self,
@@ -100,7 +100,7 @@ class CheckpointSaver:
         folder = on_main(lambda: make_folder(self._checkpoints, step))
         logger.debug("writing step %d to %s", step, folder)
         self._unpublished = _Unpublished(step, folder, config, attachments)
-        with self._reporting(step, folder):  # on the main rank, which writes the plain values now
+        with self._reporting(step, folder):  # errors of the main rank, which writes the plain values now
             request = megatron_versions.prepare_save(state, folder, self._strategy, validate=not self._is_validated)
         self._is_validated = True  # later states have the same shards
         if request.async_fn is not None:  # otherwise this rank has nothing to write
@@ -124,9 +124,9 @@ class CheckpointSaver:
         if due is None:
             return None
         try:
-            # Not by megatron-core's own waiting, which ends in a collective call: while one rank is slow, the others
-            # would reach the timeout of that call.
-            with self._reporting(due.step, due.folder):  # on the main rank, which writes the metadata at the end
+            # megatron-core's own waiting is not used: it ends in a collective call, and while one rank is slow, the
+            # others would reach the timeout of that call.
+            with self._reporting(due.step, due.folder):  # errors of the main rank, which writes the metadata at the end
                 while not self._calls.maybe_finalize_async_calls(blocking=False):
                     if not blocking:
                         return None

@@ -60,10 +60,10 @@ def load_training_state(
 
     Of the optimizer's parameter groups only the `resumed_entries` are loaded; the others keep this run's values.
     """
-    table = _read_checked(checkpoint, grid)
+    table = _read_checked_by_ranks(checkpoint, grid)
     stored_names = tensors_of(table).keys()
     weights = model_state(stages, grid)
-    # Before the weights are loaded: `weights` has the parameters themselves until then, and copies afterwards.
+    # Made before the weights are loaded: `weights` has the parameters themselves until then, and copies afterwards.
     tensors = requested_tensors(optimizer, weights, stored_names)
     requested = {**requested_weights(weights, stored_names), **scales_to_load(stages, grid, table)}
     loaded = megatron_versions.load(requested, checkpoint, table, grid.groups.dp_cp)
@@ -76,7 +76,7 @@ def load_training_state(
     with reporting_damage(checkpoint):
         for number, tensor in in_place.items():
             loaded_tensor = loaded_optimizer["optimizer_tensors"][number]
-            if loaded_tensor.data_ptr() != tensor.data_ptr():  # another replica has read it
+            if loaded_tensor.data_ptr() != tensor.data_ptr():  # read by another replica, into another tensor
                 tensor.copy_(loaded_tensor)
         set_groups(optimizer, loaded_optimizer["optimizer"]["param_groups"], resumed_entries)
         progress: dict[str, Any] = loaded["progress"]
@@ -85,7 +85,7 @@ def load_training_state(
 
 def load_weights(checkpoint: Path, stages: list[Any], grid: RankGrid) -> None:
     """Load the weights alone of a checkpoint of any layout into the chunks of this rank's pipeline stage."""
-    table = _read_checked(checkpoint, grid)
+    table = _read_checked_by_ranks(checkpoint, grid)
     loaded = megatron_versions.load(model_state(stages, grid), checkpoint, table, grid.groups.dp_cp)
     _set_weights(stages, loaded)
 
@@ -108,7 +108,7 @@ def _set_weights(stages: list[Any], loaded: dict[str, Any]) -> None:
         chunk.load_state_dict(loaded[f"model{number}"], strict=False)
 
 
-def _read_checked(checkpoint: Path, grid: RankGrid) -> Table:
+def _read_checked_by_ranks(checkpoint: Path, grid: RankGrid) -> Table:
     """Verify a share of a checkpoint on each rank, and return the table; every rank calls it.
 
     Raises CorruptError on all ranks if one of them finds damage, so that none waits for others in the load.
@@ -260,14 +260,14 @@ def _stored_groups(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def _parts(optimizer: Any, weights: list[torch.nn.Parameter]) -> Iterator[_Part]:
-    """Yield the optimizer's state on this rank for each weight."""
+    """Yield the optimizer's state of each weight, or range of a weight's elements, that this rank updates."""
     for single in getattr(optimizer, "chained_optimizers", [optimizer]):
         # Creates the states that the first update would create, so that every save has the same shards.
         single.init_state_fn(single.optimizer, single.config)
         if isinstance(single, DistributedOptimizer):
             instance = single.distributed_optimizer_instance_id
             buckets = [bucket for buffer in single.gbuf_ranges for group in buffer.values() for bucket in group]
-            starts = {weight: at["param"].start for bucket in buckets for weight, at in bucket["param_map"].items()}
+            starts = {weight: span["param"].start for bucket in buckets for weight, span in bucket["param_map"].items()}
             states = {weight: dict(single._get_main_param_and_optimizer_states(weight)) for weight in starts}
         else:
             instance = None
@@ -279,7 +279,7 @@ def _parts(optimizer: Any, weights: list[torch.nn.Parameter]) -> Iterator[_Part]
             tensors = states[weight]
             shapes = {tensor.shape for tensor in tensors.values()}
             assert len(shapes) == 1, f"states of other shapes than the weight's: {list(tensors)}"
-            if weight.dtype == torch.float32:
+            if weight.dtype == torch.float32:  # the weight is its own main weight, and is stored with the weights
                 del tensors["param"]
             yield _Part(weight, start, tensors, instance)
 
@@ -301,7 +301,7 @@ def _rectangles_of(piece: ShardedTensor, part: _Part, key: str, flat: Tensor) ->
     assert piece.data is not None and not piece.prepend_axis_num
     weight_shape = tuple(part.weight.shape)
     elements_before = piece.data.storage_offset() - part.weight.storage_offset()
-    # (row, column) in the weight where the piece begins
+    # The piece begins in the weight at (row, column) `corner`.
     corner = divmod(elements_before, weight_shape[1]) if len(weight_shape) == 2 else (elements_before,)
     for first, offset, extent in rectangles(weight_shape, part.start, part.start + flat.numel()):
         rectangle = flat.narrow(0, first - part.start, torch.Size(extent).numel()).view(extent)
