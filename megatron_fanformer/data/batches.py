@@ -49,7 +49,7 @@ def micro_batches(
     A micro batch has `tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), each [b, s], on the CPU; and
     `document_ids` (int32), [b, s], if the samples have them. The stream raises the errors of the dataset.
 
-    Micro batch k = 0, 1, … holds the b samples from number consumed_samples + (k * dp + r) * b on, for rank r of dp. So
+    On rank r of dp, micro batch k = 0, 1, … holds the b samples from number consumed_samples + (k * dp + r) * b on. So
     a step of m micro batches takes the next m * dp * b samples in order, for any dp, and a resumed run goes on where it
     stopped. After its last sample the dataset starts over.
 
@@ -62,10 +62,11 @@ def micro_batches(
         data_parallel_rank=data_parallel_rank,
         data_parallel_size=data_parallel_size,
     )
-    ahead = max(1, -(-READ_AHEAD_SAMPLES // micro_batch_size)) if isinstance(dataset, RemoteSamples) else 1
+    # A loader process takes so many micro batches at a time: from other stores, those with READ_AHEAD_SAMPLES samples.
+    task_size = -(-READ_AHEAD_SAMPLES // micro_batch_size) if isinstance(dataset, RemoteSamples) else 1
     loader = DataLoader(
         _ErrorsAsSamples(dataset),
-        batch_sampler=_group_for_loader(numbers, ahead),
+        batch_sampler=_group_for_loader(numbers, task_size),
         num_workers=num_workers,
         # Forked workers start at once; a spawned worker first imports megatron-core, which takes seconds.
         multiprocessing_context="fork" if num_workers else None,
@@ -109,7 +110,7 @@ def _group_for_loader(numbers: Iterator[list[int]], micro_batches: int) -> Itera
 
 
 def _raise_errors(tasks: Iterator[list[Any]]) -> Generator[dict[str, Tensor], None, None]:
-    """Yield the micro batches of finished loader tasks; raise a FanformerError among them, or if a process died."""
+    """Yield the micro batches of finished loader tasks. Raise a FanformerError among them, or one if a process died."""
     try:
         for batch in itertools.chain.from_iterable(tasks):
             if isinstance(batch, FanformerError):
@@ -136,8 +137,8 @@ def sample_numbers(
 def _set_up_loader_process(_worker: int) -> None:
     """Leave the rank's process group and ignore signals to stop: the rank needs micro batches until it has saved."""
     gc.enable()  # a training rank has switched it off, and its forked loaders would inherit that
-    os.setpgrp()  # SIGTERM keeps its effect: torch ends a worker with it
-    for number in (signal.SIGINT, signal.SIGUSR1):
+    os.setpgrp()  # signals to the rank's group do not reach the loader
+    for number in (signal.SIGINT, signal.SIGUSR1):  # not SIGTERM, by which torch ends a loader process
         signal.signal(number, signal.SIG_IGN)
 
 
@@ -146,7 +147,7 @@ def _stack_micro_batches(size: int, samples: list[Any]) -> list[dict[str, Tensor
 
 
 def _stack(samples: list[Any]) -> dict[str, Tensor] | FanformerError:
-    """Return samples as one batch, without the fields in which a blend names their sources; or the first error."""
+    """Return samples as one batch, without the fields in which a blend names the sources; or the first error."""
     for sample in samples:
         if isinstance(sample, FanformerError):
             return sample
@@ -182,7 +183,7 @@ def shared_batches(
         return (batch for _ in count())
     if group.size() == 1:
         return read()
-    stream = read() if group.rank() == 0 else None  # now, not at the first micro batch: loaders begin to read
+    stream = read() if group.rank() == 0 else None  # now, so that the loaders begin to read
     return _broadcast_batches(stream, group, shape, has_document_ids)
 
 
@@ -207,11 +208,11 @@ def _broadcast_batches(
 
 
 def _allocate_buffer(shape: tuple[int, int], has_document_ids: bool) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return an int64 buffer for a flag and one micro batch, and the micro batch's tensors, [b, s], as views of it."""
+    """Return an int64 buffer for a flag and one micro batch, and the tensors, [b, s], as views of the buffer."""
     tokens = shape[0] * shape[1]
     int64_end = 1 + 3 * tokens
     four_byte_values = 2 * tokens if has_document_ids else tokens
-    length = int64_end + -(-four_byte_values // 2)
+    length = int64_end + -(-four_byte_values // 2)  # two values in each int64, rounded up
     buffer = torch.empty(length, dtype=torch.int64, pin_memory=torch.cuda.is_available())
     batch = dict(zip(("tokens", "labels", "position_ids"), buffer[1:int64_end].view(3, *shape), strict=True))
     batch["loss_mask"] = buffer[int64_end:].view(torch.float32)[:tokens].view(shape)

@@ -69,7 +69,7 @@ class Source:
 
 
 def source_labels(sources: Sequence[Source]) -> list[str]:
-    """Return a short name for each source: the path below the common folder, or the whole name if two are the same."""
+    """Return a short name for each source: the path below the common folder, or `Source.name` if two are the same."""
     path_lists = [[path if is_url(path) else os.path.abspath(path) for path in source.paths] for source in sources]
     paths = [paths_of[0] if len(paths_of) == 1 else _common_folder(paths_of) for paths_of in path_lists]
     folder = _common_folder([os.path.dirname(path) for path in paths])
@@ -104,9 +104,8 @@ def parse_blend(items: Sequence[Word]) -> Blend:
         raise InputError("the list is empty; name at least one prefix of a .bin and .idx pair, or a .npy file")
     numbers = [as_weight(word) for word in words]
     if numbers[0] is None:
-        for word, number in zip(words, numbers, strict=True):
-            if number is not None:
-                raise InputError(f"{word!r} is a weight where others are missing; give every prefix a weight, or none")
+        if stray := [word for word, number in zip(words, numbers, strict=True) if number is not None]:
+            raise InputError(f"{stray[0]!r} is a weight where others are missing; give every prefix a weight, or none")
         return Blend(_merge_npy_sources([_source(word) for word in words]), None)
     text = " ".join(words)
     shown = repr(text if len(text) <= 200 else text[:200] + " …")  # a blend file may have thousands
@@ -170,7 +169,7 @@ def _resolve(folder: str, path: str) -> str:
 
 
 def _source(word: str) -> Source:
-    """Return the source that a word names. The URL of a folder ends in /, so that no store need be asked."""
+    """Return the source that a word names. The URL of a folder ends in /; then no store need be asked what it is."""
     is_pattern = word.endswith(NPY_SUFFIX) and glob.has_magic(word)
     if is_url(word):
         is_many = word.endswith("/") or is_pattern
@@ -180,6 +179,7 @@ def _source(word: str) -> Source:
         return _npy_source(word, files)
     if is_pattern and not Path(word).exists():
         return _npy_source(word, sorted(glob.glob(word, recursive=True)))
+    # A pair may be named by one of its files; a prefix that itself ends like one stays.
     return Source((word if idx_path(word).exists() else re.sub(PAIR_SUFFIX, "", word),))
 
 

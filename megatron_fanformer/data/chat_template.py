@@ -102,10 +102,10 @@ class ChatTemplate:
     ) -> RenderedChat:
         """Render a conversation; with `add_generation_prompt`, the opening of the next answer ends the text.
 
-        If a template fails on arguments of tool calls that are JSON text, or escapes the text, it gets them as objects.
+        Arguments of tool calls in JSON text are rendered as objects if the template fails on the text or escapes it.
 
-        Raises TemplateRefusal if the template cannot render the conversation, or if `needs_learned`, as in training,
-        and the learned span of a turn is unknown. Otherwise a turn whose span is unknown has none.
+        Raises TemplateRefusal if the template cannot render the conversation, or if the learned span of a turn is
+        unknown and needed (`needs_learned`), as in training. If it is not needed, such a turn has no span.
         """
         with_objects, escaped_texts = _parse_arguments(messages)
         try:
@@ -153,27 +153,30 @@ class ChatTemplate:
     def _span(self, messages: Sequence[Message], turn: int, whole: str, tools: Tools | None) -> tuple[int, int] | None:
         """Return the learned span of the assistant's message number `turn` in the text `whole`; None if it is unknown.
 
-        The span begins after the opening of the answer. It ends with the text up to this turn, without white space
-        after a mark that ends the turn.
+        The span begins after the opening of the answer and ends where the text of this message ends. If the template
+        writes a mark after the answer, the span ends with the mark, before white space that follows the mark.
         """
         content = (messages[turn].get("content") or "").strip()
         try:
             text = self._render_once(messages[: turn + 1], False, tools).text
             if any(message["role"] != "system" for message in messages[:turn]):
                 before = self._render_once(messages[:turn], True, tools).text
-            else:  # few templates can render no message or a system message alone: find the opening of another answer
+            else:  # few templates can render no message or a system message alone: take the opening of a next answer
                 opening = self._render_once(messages[: turn + 1], True, tools).text.removeprefix(text).lstrip()
-                if text.count(opening or content) != 1:
+                landmark = opening or content
+                if text.count(landmark) != 1:
                     return None
-                before = text.partition(opening or content)[0] + opening
+                before = text.partition(landmark)[0] + opening
         except TemplateRefusal:
             return None
         if not whole.startswith(text) or not text.startswith(before):
             return None
         span = text[len(before) :]
-        place = span.find(content)
-        # If the content is not in the span, the opening wrote its beginning, or the template changed it.
-        has_mark = bool(span[place + len(content) :].strip()) if place >= 0 else not content.endswith(span.strip())
+        content_at = span.find(content)
+        if content_at >= 0:
+            has_mark = bool(span[content_at + len(content) :].strip())
+        else:  # the span is the content's end, whose beginning the opening wrote, or the template changed the content
+            has_mark = not content.endswith(span.strip())
         return len(before), len(text.rstrip() if has_mark else text)
 
     def _render_once(
@@ -193,14 +196,14 @@ class ChatTemplate:
                     return_assistant_tokens_mask=GENERATION.search(self.source) is not None,
                     **self.variables,
                 )
-            text.encode()  # no text can hold the unpaired surrogate that a template may write
+            text.encode()  # raises if the template has written an unpaired surrogate, which UTF-8 cannot hold
         except Exception as error:  # a template may fail in any way
             reason = (" ".join(str(error).split()) or type(error).__name__)[:1000]
             raise TemplateRefusal(
                 f"the chat template cannot render the conversation ({reason}); change it, or use another template",
                 REFUSED,
             ) from error
-        learned = sorted(*spans) if spans else []
+        learned = sorted(spans[0]) if spans else []  # one list of spans, since one conversation is rendered
         if any(end > next_begin for (_, end), (next_begin, _) in itertools.pairwise(learned)):
             raise TemplateRefusal(
                 "the chat template has {% generation %} blocks in each other, or in a macro; mark each turn once, "
@@ -221,9 +224,9 @@ def function_of(stated: Any) -> Mapping[str, Any] | None:
 
 
 def _parse_arguments(messages: Sequence[Message]) -> tuple[Sequence[Message], list[str]]:
-    """Return messages with arguments of tool calls parsed if they are the JSON text of an object, and escaped texts.
+    """Return the messages with objects for the JSON texts of tool calls' arguments, and these texts as JSON strings.
 
-    A template that writes one of the escaped texts has put the JSON text of arguments into a JSON string.
+    A template that writes one of these strings has escaped the JSON text of arguments.
     """
     if not any(message.get("tool_calls") for message in messages):
         return messages, []
@@ -246,9 +249,9 @@ def _parse_arguments(messages: Sequence[Message]) -> tuple[Sequence[Message], li
 def find_template(
     tokenizer_path: str | Path, named: str | Path | None = None, *, eod_id: int | None = None
 ) -> ChatTemplate:
-    """Return the template `named`, a Jinja file or `olmo`, else the one beside a tokenizer, with its special tokens.
+    """Return the template `named` (a Jinja file, `olmo`, or None: the tokenizer's) with the tokenizer's special tokens.
 
-    `tokenizer_config.json` states them. If it states no `eos_token`, or if `eod_id` is given, `eos_token` is the
+    `tokenizer_config.json` states the tokens. If it states no `eos_token`, or if `eod_id` is given, `eos_token` is the
     tokenizer's piece that ends a text. Raises InputError if there is no template, or if it is not valid Jinja.
     """
     from jinja2 import TemplateSyntaxError
@@ -265,7 +268,7 @@ def find_template(
     else:
         source = OLMO_TEMPLATE if str(named) == OLMO else _read(Path(named))
     try:
-        render_jinja_template([], chat_template=source)
+        render_jinja_template([], chat_template=source)  # of no conversation: it only compiles the template
     except (TemplateSyntaxError, RecursionError) as error:
         where = f"line {error.lineno}: {error.message}" if isinstance(error, TemplateSyntaxError) else str(error)
         raise InputError(f"the chat template is not valid Jinja, {where}; fix it") from error
@@ -273,7 +276,7 @@ def find_template(
 
 
 def read_standalone_template(folder: Path, tokenizer: Path) -> str | None:
-    """Return the template in a folder with statements that set the special tokens which it uses; None without one."""
+    """Return the template in a folder, with statements that set the special tokens it uses; None if there is none."""
     source = read_template(folder)
     if source is None:
         return None
@@ -314,7 +317,7 @@ def attached_files(tokenizer: Path | None, chat_template: str | None, *, eod_id:
 def read_template(folder: Path) -> str | None:
     """Return the template in a tokenizer's folder; None if there is none.
 
-    It is `chat_template.jinja`, else `chat_template` in `tokenizer_config.json`, or the one named default of several.
+    It is `chat_template.jinja`, else `chat_template` in `tokenizer_config.json`; of several, the one named default.
     """
     if (folder / CHAT_TEMPLATE_JINJA).is_file():
         return _read(folder / CHAT_TEMPLATE_JINJA)
@@ -347,7 +350,7 @@ def chat_pieces(tokenizer: Tokenizer, chat: RenderedChat) -> Iterator[tuple[str 
 
 
 def encode_chat(tokenizer: Tokenizer, chat: RenderedChat) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ids of a rendered conversation, [t] int64, and whether each is learned, [t] bool."""
+    """Return the ids of a rendered conversation, [tokens] int64, and whether each is learned, [tokens] bool."""
     ids: list[int] = []
     learned: list[bool] = []
     for piece, is_learned in chat_pieces(tokenizer, chat):

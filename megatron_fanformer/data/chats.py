@@ -7,6 +7,8 @@
 
 The mask has one byte per token: 1 if the token is learned, that is, if it has a loss as a label. The `.npy` files have
 no NumPy header.
+
+Shapes: n conversations, t tokens of a conversation.
 """
 
 import functools
@@ -54,8 +56,8 @@ class ChatFiles:
 
         Raises CorruptError if the mask holds anything but 0 and 1, or if no token is learned.
         """
-        start, count = int(self.starts[number]), int(self.lengths[number])
-        ids, mask = (array[start : start + count] for array in self._arrays)
+        start, end = int(self.starts[number]), int(self.starts[number] + self.lengths[number])
+        ids, mask = (values[start:end] for values in self._arrays)
         largest = mask.max(initial=0)
         if largest != 1:
             problem = "has no learned token" if largest == 0 else f"holds {largest}, not 0 or 1,"
@@ -78,7 +80,7 @@ def is_row_folder(path: str | Path) -> bool:
 
 
 def open_chats(prefix: str) -> ChatFiles:
-    """Open the conversations of a prefix or of a row folder. Raises InputError without chats, or CorruptError."""
+    """Open the conversations of a prefix or a row folder. Raises InputError without chats, CorruptError on damage."""
     if is_row_folder(prefix):
         return _open_rows(prefix.rstrip("/"))
     mask = Path(prefix + MASK_SUFFIX)
@@ -106,7 +108,7 @@ def _open_rows(prefix: str) -> ChatFiles:
     dtype, row_tokens = np.dtype(NPY_DTYPE), NPY_ROW_TOKENS
     if manifest is not None and manifest.settings.chat is not None and manifest.settings.chat.max_tokens is not None:
         dtype, row_tokens = np.dtype(manifest.settings.dtype), manifest.settings.chat.max_tokens
-    tokens = mask.stat().st_size
+    tokens = mask.stat().st_size  # one byte each
     if not tokens or tokens % row_tokens or ids.stat().st_size != tokens * dtype.itemsize:
         stated = "" if manifest is None else f", which {manifest_path(prefix)} states"
         raise CorruptError(
@@ -115,6 +117,7 @@ def _open_rows(prefix: str) -> ChatFiles:
         )
     learned = np.memmap(mask, bool, mode="r").reshape(-1, row_tokens)
     blocks = np.array_split(learned, -(-tokens // READ_BYTES))
+    # The argmax over a reversed row is the number of tokens after the last learned one.
     lengths = np.concatenate(
         [np.where(block.any(axis=1), row_tokens - block[:, ::-1].argmax(axis=1), 0) for block in blocks]
     ).astype(np.int64)
@@ -133,12 +136,11 @@ def parse_chats(items: Sequence[Word]) -> Blend:
     words = list_words(items)
     if not words:
         raise InputError("the list is empty; name at least one prefix that prepare --chat has written")
-    for word in words:
-        if as_weight(word) is not None:
-            raise InputError(
-                f"{word!r} is a weight, and chats have none: an epoch takes every conversation once; name a prefix "
-                "twice to have its conversations twice"
-            )
+    if weights := [word for word in words if as_weight(word) is not None]:
+        raise InputError(
+            f"{weights[0]!r} is a weight, and chats have none: an epoch takes every conversation once; name a prefix "
+            "twice to have its conversations twice"
+        )
     return Blend([Source((word.rstrip("/"),)) for word in words], None)
 
 
@@ -169,8 +171,8 @@ class Conversations:
         opened = {prefix: open_chats(prefix) for prefix in prefixes}
         self._sources: list[ChatFiles] = [opened[prefix] for prefix in prefixes]
         ranges = [[round(bound * len(chats)) for bound in bounds] for chats in self._sources]
-        self._begins = [begin for begin, _ in ranges]
-        self._ends = np.cumsum([end - begin for begin, end in ranges])
+        self._begins = [begin for begin, _ in ranges]  # in the numbers of each source's files
+        self._ends = np.cumsum([end - begin for begin, end in ranges])  # in the numbers of this set
         lengths = [chats.lengths[begin:end] for chats, (begin, end) in zip(self._sources, ranges, strict=True)]
         self.lengths: np.ndarray = np.concatenate(lengths)
         """[n] int64: the tokens of each conversation."""
@@ -179,8 +181,8 @@ class Conversations:
             raise InputError(f"{', '.join(prefixes)}: no conversation is {where}; name more chats")
 
     def refuse_unlearned(self, name: str, seq_length: int) -> None:
-        """Raise InputError if no conversation of validation set `name` has a learned label in its first sample."""
-        places = map(self.locate, np.flatnonzero(self.lengths).tolist())
+        """Raise InputError if validation set `name` has no learned label in `seq_length` tokens of any chat."""
+        places = map(self.locate, np.flatnonzero(self.lengths).tolist())  # of conversations that are not empty
         masks = (chats[number][1] for chats, number in places)
         if not any(mask[1:seq_length].any() for mask in masks):  # the first token is no label
             raise InputError(
@@ -204,17 +206,18 @@ def first_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     `lengths` are [n] integers from 1 to `capacity`, in the order of placement. A binary tree finds a bin in a number of
     steps that grows with the logarithm of the number of bins.
     """
-    # At most one bin is less than half full: its items would have fitted into an earlier such bin.
+    # At most one bin is less than half full: the items of a second one would have fitted into the first one.
     most_bins = min(len(lengths), 2 * int(lengths.sum()) // capacity + 1)
-    leaves = 1 << max(0, most_bins - 1).bit_length()
-    # A tree: node n has children 2n and 2n + 1, and the larger room of both; node `leaves + b` has the room of bin b.
+    leaves = 1 << max(0, most_bins - 1).bit_length()  # a power of two, at least `most_bins`
+    # A tree from node 1 on: node n has the children 2n and 2n + 1. room[leaves + b] is that of bin b, and the room of a
+    # node above is the larger one of its children's.
     room = array("q", [capacity]) * (2 * leaves)
     bins = np.empty(len(lengths), np.int64)
     for item, length in enumerate(map(int, lengths)):
         node = 1
         while node < leaves:
             node *= 2
-            if room[node] < length:
+            if room[node] < length:  # then no earlier bin has room
                 node += 1
         bins[item] = node - leaves
         room[node] -= length
@@ -267,5 +270,6 @@ def pack(lengths: np.ndarray, capacity: int, *, seed: int) -> Packing:
     fitted = np.minimum(lengths[order], capacity)
     bins = first_fit(fitted, capacity)
     by_bin = np.argsort(bins, kind="stable")
-    starts = np.searchsorted(bins[by_bin], np.arange(int(bins.max(initial=-1)) + 2))
+    bin_count = int(bins.max(initial=-1)) + 1
+    starts = np.searchsorted(bins[by_bin], np.arange(bin_count + 1))  # the last one is the number of conversations
     return Packing(order[by_bin], starts, capacity, int(fitted.sum()), int((lengths > capacity).sum()))

@@ -92,7 +92,8 @@ def check_files(config: DataConfig, vocab_size: int | None = None) -> CheckedDat
     valid = {name: config.blend(items) for name, items in config.valid_data.items()}
     mixes = {name: config.blend(items) for name, items in config.stages.items()}
     data = CheckedData(config.index_cache(), train, valid, mixes)
-    read_small_files(prefix + MANIFEST_SUFFIX for prefix in data.prefixes() if is_url(prefix))  # in parallel
+    # Manifests on other stores are requested in parallel here, and remembered: later readers find them.
+    read_small_files(prefix + MANIFEST_SUFFIX for prefix in data.prefixes() if is_url(prefix))
     if config.is_chats:
         data = dataclasses.replace(data, chat_template=_chat_template(train))
         for source in data.sources():
@@ -111,15 +112,15 @@ def check_files(config: DataConfig, vocab_size: int | None = None) -> CheckedDat
 
 
 def _check_token_files(data: CheckedData, config: DataConfig, vocab_size: int | None) -> None:
-    """Open the pairs and .npy files of the sources of `data`, and put them into its fields."""
-    parts = [] if config.split is None else split_bounds(config.split)
-    bounds = {part: fractions for part, fractions in enumerate(parts) if fractions is not None}
+    """Open the pairs and .npy files of the sources of `data`, and put them into the fields of `data`."""
+    all_bounds = [] if config.split is None else split_bounds(config.split)
+    parts = {part: bounds for part, bounds in enumerate(all_bounds) if bounds is not None}
     for source in data.sources():
         data.stats.update({str(path): _stat_of(path) for path in source.files})
         if source.is_npy:
             data.npy_files.update({file.path: file for file in open_npy_files(source.paths, config.npy_dtype)})
         else:
-            data.pairs[source.paths[0]] = read_index(source.paths[0], bounds, cache=data.cache)
+            data.pairs[source.paths[0]] = read_index(source.paths[0], parts, cache=data.cache)
     if vocab_size is not None:
         for pair in data.pairs.values():
             pair.refuse_stated_ids(vocab_size)
@@ -128,7 +129,7 @@ def _check_token_files(data: CheckedData, config: DataConfig, vocab_size: int | 
 
 
 def _end_of_text_id(config: DataConfig, data: CheckedData) -> int:
-    """Return the id that ends documents, by each file's manifest, else by `data.tokenizer`. Raises InputError."""
+    """Return the id that ends documents. A file's manifest states it, or else `data.tokenizer`. Raises InputError."""
     files_by_end: dict[int, str] = {}
     for prefix in data.prefixes():
         manifest = read_manifest(prefix)
@@ -161,7 +162,7 @@ def _stat_of(path: str | Path) -> tuple[int, int] | None:
 
 
 def _chat_template(train: Blend) -> str | None:
-    """Return the template, with its special tokens, that the first manifest of training chats states; None if none."""
+    """Return the template, with its special tokens, of the first training chats whose manifest has one; else None."""
     for source in train.sources:
         manifest = read_manifest(source.paths[0])
         if manifest is not None and (settings := manifest.settings.chat) is not None:
@@ -177,6 +178,5 @@ def training_conversations(config: DataConfig) -> Conversations:
 def validation_conversations(config: DataConfig) -> dict[str, Conversations]:
     """Open the validation sets of chats, by name. Raises the errors of `Conversations`."""
     if config.split is not None:
-        blend = parse_chats(config.train_data)
-        return {SPLIT_VALIDATION: Conversations(blend, split=config.split, part=VALIDATION)}
+        return {SPLIT_VALIDATION: Conversations(parse_chats(config.train_data), split=config.split, part=VALIDATION)}
     return {name: Conversations(parse_chats(items)) for name, items in config.valid_data.items()}

@@ -71,7 +71,7 @@ class DataConfig:
                 )
             problems += split_problems(self.split)
         if not problems:
-            collect_problems(problems, self.index_cache)  # if it raises
+            collect_problems(problems, self.index_cache)  # called only for the problem that it may raise
         if self.tokenizer is not None and not Path(self.tokenizer).exists():
             problems.append(f"data.tokenizer: {self.tokenizer} does not exist; name a .model or tokenizer.json")
         if self.num_workers is not None and self.num_workers < 0:
@@ -85,7 +85,7 @@ class DataConfig:
         return problems
 
     def _stage_problems(self, *, has_readable_blends: bool) -> list[str]:
-        """List the problems of `stages`; files in two sources are found if the blends can be read."""
+        """List the problems of `stages`; if the blends can be read, also a file that is in two sources."""
         if self.is_chats:
             return ["data.stages: chats have none: an epoch takes every conversation once; leave it out"]
         if self.split is not None:
@@ -107,7 +107,7 @@ class DataConfig:
 
     @property
     def marks_documents(self) -> bool:
-        """Return whether a setting needs the ends of documents to be found; in chats they are known."""
+        """Return whether a setting needs the ends of documents to be found; in chats the ends are known."""
         return not self.is_chats and (self.reset_attention_mask or self.eod_mask_loss)
 
     def sources(self) -> Iterator[Source]:
@@ -120,13 +120,13 @@ class DataConfig:
         return parse_chats(items) if self.is_chats else parse_blend(items)
 
     def index_cache(self) -> Path:
-        """Return the folder for sample indices. Raises InputError if it is unknown, or if a blend cannot be read."""
+        """Return the folder for sample indices. Raises InputError if the folder is unknown, or if a blend is wrong."""
         if self.cache_path:
             return Path(self.cache_path)
-        first = next(self.sources())
-        if not first.files:
+        first_source = next(self.sources())
+        if not first_source.files:
             raise InputError(
                 "data.cache_path is null, and there is no folder beside token files on another store; name a folder of"
                 " this machine that all nodes see"
             )
-        return first.files[0].absolute().parent / ".index_cache"
+        return first_source.files[0].absolute().parent / ".index_cache"

@@ -63,7 +63,7 @@ def build_datasets(
 
     A set repeats its sources, reshuffled each time, until it has the requested number of samples. If a pair repeats,
     megatron-core's shuffle depends on this number, so a resumed run must keep its `train_samples`. The order of samples
-    of .npy files does not depend on it.
+    of .npy files does not depend on the number.
 
     Args:
         valid_samples: the number of samples of each validation set; None: one epoch of the set.
@@ -71,25 +71,26 @@ def build_datasets(
         data: the token files; None: rank 0 checks them.
     """
     if config.is_chats:
-        sizes = {"seq_length": seq_length, "seed": seed, "vocab_size": vocab_size}
-        chats = ChatDataset(training_conversations(config), samples=train_samples, **sizes)
-        conversations = validation_conversations(config).items()
-        return Datasets(
-            chats, {name: ChatDataset(packed, samples=valid_samples, **sizes) for name, packed in conversations}
-        )
+        settings = {"seq_length": seq_length, "seed": seed, "vocab_size": vocab_size}
+        train_chats = ChatDataset(training_conversations(config), samples=train_samples, **settings)
+        valid = {
+            name: ChatDataset(chats, samples=valid_samples, **settings)
+            for name, chats in validation_conversations(config).items()
+        }
+        return Datasets(train_chats, valid)
     if data is None:
         data = on_main(functools.partial(check_files, config))
-    sets = _DatasetBuilder(data=data, seq_length=seq_length, seed=seed, vocab_size=vocab_size, eod_id=eod_id)
+    builder = _DatasetBuilder(data=data, seq_length=seq_length, seed=seed, vocab_size=vocab_size, eod_id=eod_id)
     if config.split is not None:
-        parts = sets.build_split(data.train, {TRAIN: train_samples, VALIDATION: valid_samples}, config.split)
+        parts = builder.build_split(data.train, {TRAIN: train_samples, VALIDATION: valid_samples}, config.split)
         train, valid = parts[TRAIN], {SPLIT_VALIDATION: parts[VALIDATION]}
     else:
-        valid = {name: sets.build_blend(blend, VALIDATION, valid_samples) for name, blend in data.valid.items()}
+        valid = {name: builder.build_blend(blend, VALIDATION, valid_samples) for name, blend in data.valid.items()}
         if data.mixes:
-            counts = {"global_batch_size": global_batch_size, "seq_length": seq_length}
-            train = sets.build_mixes(order_mixes(data.train, data.mixes, **counts), train_samples)
+            sizes = {"global_batch_size": global_batch_size, "seq_length": seq_length}
+            train = builder.build_mixes(order_mixes(data.train, data.mixes, **sizes), train_samples)
         else:
-            train = sets.build_blend(data.train, TRAIN, train_samples)
+            train = builder.build_blend(data.train, TRAIN, train_samples)
     return Datasets(_wrap(train, config, data), {name: _wrap(valid[name], config, data) for name in valid})
 
 
@@ -97,12 +98,7 @@ def _wrap(dataset: Any, config: DataConfig, data: CheckedData) -> Any:
     """Wrap a dataset to mark documents, if the configuration requests it, and to read other stores in parallel."""
     if config.marks_documents:
         assert data.eod_id is not None, "check_files sets it for such a configuration"
-        dataset = DocumentSamples(
-            dataset,
-            eod_id=data.eod_id,
-            reset_attention_mask=config.reset_attention_mask,
-            eod_mask_loss=config.eod_mask_loss,
-        )
+        dataset = DocumentSamples(dataset, data.eod_id, config.reset_attention_mask, config.eod_mask_loss)
     return RemoteSamples(dataset) if data.remote_files else dataset
 
 
@@ -122,12 +118,9 @@ class _DatasetBuilder:
     """Builds datasets with one cache of indices, one sequence length and one seed."""
 
     def __init__(self, *, data: CheckedData, seq_length: int, seed: int, vocab_size: int, eod_id: int) -> None:
-        self._data = data
-        self._counts = SampleCounts(data, seq_length)
-        self._seq_length = seq_length
-        self._seed = seed
-        self._vocab_size = vocab_size
-        self._eod_id = eod_id
+        self._data, self._counts = data, SampleCounts(data, seq_length)
+        self._seq_length, self._seed = seq_length, seed
+        self._vocab_size, self._eod_id = vocab_size, eod_id
 
     def build_blend(self, blend: Blend, part: int, size: int | None) -> Any:
         """Return the dataset of all documents of a blend, with at least `size` samples; None: one epoch."""
@@ -136,11 +129,11 @@ class _DatasetBuilder:
         if len(blend.sources) == 1:
             return self._build_npy(blend.sources[0], size)
         weights, total, shares = self._counts.mixed_sizes(blend, size)
-        samples = [
+        datasets = [
             self.build_blend(Blend([source], None), part, share)
             for source, share in zip(blend.sources, shares, strict=True)
         ]
-        return self._build_blended(samples, blend, part, weights, {"weights": weights, "size": total, "part": part})
+        return self._build_blended(datasets, blend, part, weights, {"weights": weights, "size": total, "part": part})
 
     def build_split(self, blend: Blend, sizes: Sizes, split: str) -> dict[int, Any]:
         """Return the datasets of the parts of a split, with `sizes` samples each (None: one epoch)."""
@@ -159,27 +152,29 @@ class _DatasetBuilder:
         for mix, end in mix_ends(mixes, samples):
             mix_sources = [numbers[source] for source in mix.blend.sources]
             size = end - mix.first_sample
-            index = self._mix_index(mix.blend, size)
-            orders.append(MixOrder(mix.first_sample, mix_sources, drawn[mix_sources].tolist(), *index))
+            source_index, sample_index = self._mix_index(mix.blend, size)
+            drawn_before = drawn[mix_sources].tolist()
+            orders.append(MixOrder(mix.first_sample, mix_sources, drawn_before, source_index, sample_index))
             if mix is mixes[-1]:
-                drawn[mix_sources] += size  # an upper bound suffices
+                drawn[mix_sources] += size  # no mix follows, so an upper bound for the lengths of datasets suffices
             else:
-                drawn[mix_sources] += on_main(functools.partial(draw_counts, index[0], 0, size, len(mix_sources)))
+                drawn[mix_sources] += on_main(functools.partial(draw_counts, source_index, 0, size, len(mix_sources)))
         datasets = [self._build_mix_source(source, int(count)) for source, count in zip(sources, drawn, strict=True)]
         return MixDataset(datasets, orders, samples=samples)
 
     def _build_mix_source(self, source: Source, length: int) -> Any:
         if source.is_npy:
             return self._build_npy(source, length)
-        (epoch,) = filter(None, self._build_pairs(Blend([source], None), {TRAIN: None}, None))
-        return PairEpochs(epoch, seed=self._seed, length=length)
+        first_epoch = self._build_pairs(Blend([source], None), {TRAIN: None}, None)[TRAIN]
+        return PairEpochs(first_epoch, seed=self._seed, length=length)
 
     def _mix_index(self, blend: Blend, size: int) -> tuple[Any, Any]:
-        """Return, by megatron-core's rule, the source of each sample of a mix, and the number in this source."""
+        """Return the `source_index` and `sample_index` of a mix, see `MixOrder`, by megatron-core's blending."""
         if len(blend.sources) == 1:
             return None, None
         weights = self._counts.mix_weights(blend)
         identity = {"weights": weights, "size": size, "stage": True}
+        # Ranges stand in for the datasets of the sources: the two indices depend on the weights and the size alone.
         blended = self._build_blended([range(size)] * len(weights), blend, TRAIN, weights, identity)
         return blended.dataset_index, blended.dataset_sample_index
 
@@ -188,28 +183,28 @@ class _DatasetBuilder:
         return NpyDataset(self._data.files(source), **settings, samples=size)
 
     def _build_blended(
-        self, samples: Sequence[Any], blend: Blend, part: int, weights: list[float], identity: dict[str, Any]
+        self, datasets: Sequence[Any], blend: Blend, part: int, weights: list[float], identity: dict[str, Any]
     ) -> Any:
-        """Return megatron-core's blend of one dataset of each source, with `identity["size"]` samples."""
+        """Return megatron-core's blend of `datasets`, one of each source, with `identity["size"]` samples."""
         from megatron.core.datasets.blended_dataset import BlendedDataset
         from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
         from megatron.core.datasets.utils import Split
 
-        datasets = [BlendSource(dataset, Split(part)) for dataset in samples]
-        kinds = [type(dataset).__name__ for dataset in samples]
-        if len(set(kinds)) > 1:  # megatron-core's file names depend on the kinds; with one kind, older folders are kept
+        blend_sources = [BlendSource(dataset, Split(part)) for dataset in datasets]
+        kinds = [type(dataset).__name__ for dataset in datasets]
+        if len(set(kinds)) > 1:  # megatron-core's file names depend on the kinds; of one kind, old folders remain valid
             identity = {**identity, "kinds": kinds}
         with index_folder(self._data.cache, identity) as folder:
             config = self._config(folder, blend.sources, None, part, None)
             blended = BlendedMegatronDatasetBuilder.build_generic_dataset(
-                BlendedDataset, lambda: True, True, datasets, weights, identity["size"], config
-            )
+                BlendedDataset, lambda: True, True, blend_sources, weights, identity["size"], config
+            )  # built on all ranks (`lambda`), on rank 0 before the others (`True`)
         return blended
 
     def _build_pairs(self, blend: Blend, sizes: Sizes, split: str | None) -> list[Any]:
         """Return the dataset of each part of a blend of pairs, or None for a part that is not in `sizes`.
 
-        A dataset has `sizes[part]` samples; None: one epoch. Without a split, the only part has all documents.
+        A dataset has `sizes[part]` samples; None: one epoch. Without a split, `sizes` has one part: all documents.
         """
         from megatron.core import __version__
         from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -228,22 +223,22 @@ class _DatasetBuilder:
         }
         with index_folder(self._data.cache, identity) as folder:
             config = self._config(folder, blend.sources, weights, min(sizes), split)
-            if split is not None and len(sizes) == 1:
+            if split is not None and len(sizes) == 1:  # of a split, megatron-core would build the other parts, too
                 config.split_matrix = [
                     bounds if part in sizes else None for part, bounds in enumerate(config.split_matrix)
                 ]
             built = list(BlendedMegatronDatasetBuilder(GPTDataset, requested, lambda: True, config).build())
         pairs = {pair.copy or pair.prefix: pair for pair in map(self._data.pair, blend.sources)}
         readers = {path: PairReader(pair, self._vocab_size) for path, pair in pairs.items()}
-        for part in filter(None, built):
-            for dataset in (part, *getattr(part, "datasets", ())):  # of a blend, the datasets of its sources
-                if (path := getattr(dataset, "dataset_path", None)) is not None:
+        for part_dataset in filter(None, built):  # a GPTDataset, or a blend with the GPTDatasets of its sources
+            for dataset in (part_dataset, *getattr(part_dataset, "datasets", ())):
+                if (path := getattr(dataset, "dataset_path", None)) is not None:  # it has a reader
                     dataset.dataset, dataset.dataset_path = readers[path], pairs[path].prefix
                     dataset.indices = None  # 4 bytes per document, not used once the sample indices are built
         return built
 
     def _local_prefix(self, source: Source) -> str:
-        """Return the prefix at which megatron-core finds the index of a pair; of .npy files the first path."""
+        """Return the prefix of the index that megatron-core opens for a pair; for .npy files, the first path."""
         return source.paths[0] if source.is_npy else self._data.pair(source).copy or source.paths[0]
 
     def _identities(self, sources: Sequence[Source]) -> list[str]:
@@ -292,7 +287,7 @@ def index_folder(cache: Path, identity: Any) -> Iterator[Path]:
     locks: list[int] = []  # on rank 0: the file descriptor of the cache's lock
     try:
         is_complete = on_main(lambda: _prepare_folder(cache, folder, locks))
-        with _process_group() if is_main() else _reporting_unshared_cache(cache):
+        with _process_group() if is_main() else _reporting_unshared_cache(cache):  # other ranks have a group
             yield folder
         if not is_complete:
             on_main(lambda: write_atomically(folder / COMPLETE, "{}"))

@@ -98,22 +98,22 @@ def fingerprint_data(
 ) -> DataFingerprint:
     """Return the fingerprint of a run's data.
 
-    `samples` is the number of training samples, if their order depends on it; `mixes` are the mixes, if several.
+    `samples` is the number of training samples, if their order depends on that number; `mixes` are all, if several.
     """
-    files = [(source, *facts) for source in data.sources() for facts in _file_facts(config, source, data)]
+    files = [(source, *file) for source in data.sources() for file in _describe_files(config, source, data)]
     remote_files = {file.url: file for file in data.remote_files}
     paths = [path for _, path, *_ in files]
     hashes = map_in_threads(lambda path: _hash_file(path, remote_files.get(path), data.cache), paths)
     facts_of: dict[Source, list[FileFacts]] = {}
-    for (source, _, tokens, form), content_hash in zip(files, hashes, strict=True):
-        facts_of.setdefault(source, []).append((tokens, form, content_hash))
+    for (source, _, tokens, type_name), content_hash in zip(files, hashes, strict=True):
+        facts_of.setdefault(source, []).append((tokens, type_name, content_hash))
 
     def digest(blend: Blend, split: str | None = None) -> str:
         weights: list[float | None] = [None] * len(blend.sources)
         if blend.weights and len(blend.sources) > 1:  # the weight of a single source has no effect
             weights = [weight / sum(blend.weights) for weight in blend.weights]
-        facts = [(facts_of[source], weight) for source, weight in zip(blend.sources, weights, strict=True)]
-        return hashlib.sha256(json.dumps([facts, split]).encode()).hexdigest()
+        parts = [(facts_of[source], weight) for source, weight in zip(blend.sources, weights, strict=True)]
+        return hashlib.sha256(json.dumps([parts, split]).encode()).hexdigest()
 
     later = [MixFingerprint(first_step=mix.first_step, digest=digest(mix.blend)) for mix in mixes[1:]]
     return DataFingerprint(
@@ -123,7 +123,7 @@ def fingerprint_data(
     )
 
 
-def _file_facts(config: DataConfig, source: Source, data: CheckedData) -> Iterator[tuple[str, int, str]]:
+def _describe_files(config: DataConfig, source: Source, data: CheckedData) -> Iterator[tuple[str, int, str]]:
     """Yield the path of each file of a source, the number of its tokens, and their type as in `FileFacts`."""
     if config.is_chats:
         chats = open_chats(source.paths[0])
@@ -139,11 +139,11 @@ def _file_facts(config: DataConfig, source: Source, data: CheckedData) -> Iterat
 
 
 def _hash_file(path: str, remote: RemoteFile | None, cache: Path) -> str:
-    """Return the hash of a file, see `file_fingerprint`; the index cache remembers those of remote files."""
+    """Return the hash of a file, see `file_fingerprint`; the index cache remembers the hashes of remote files."""
     if remote is None:
         return file_fingerprint(Path(path))
     cached = version_folder(cache / "fingerprints", remote.identity)
-    if remote.version and cached.is_file():
+    if remote.version and cached.is_file():  # without a version, the file may have changed since
         return cached.read_text()
     digest = _hash(remote.size, (remote.read(length, offset) for offset, length in _blocks(remote.size)))
     with reported_as_local(cached):
@@ -179,9 +179,9 @@ def _blocks(size: int) -> Iterator[tuple[int, int]]:
 
 
 def describe_other_tokenizer(stated: Iterable[str | None], digest: str, whose: str) -> str | None:
-    """Return a warning if a tokenizer that manifests state is not the one with SHA-256 `digest`, which `whose` names.
+    """Return a warning if a SHA-256 in `stated`, of manifests' tokenizers, is not `digest`, that of `whose`; else None.
 
-    It is no error, since an export may hold the same tokenizer in other bytes.
+    Another SHA-256 is no error, since an export may hold the same tokenizer in other bytes.
     """
     others = {other for other in stated if other} - {digest}
     if not others:
@@ -198,7 +198,7 @@ def resumed_fingerprint(
     the names of sets that may change; None: all may. `run` is the run's name in messages.
 
     Raises:
-        InputError: a set has changed that may not; one line for each.
+        InputError: sets that may not change have changed; one line for each of them.
     """
     differences = list(_differences(before, present, step))
     refused = [
@@ -214,16 +214,16 @@ def resumed_fingerprint(
 
 
 def _differences(before: DataFingerprint, present: DataFingerprint, step: int) -> Iterator[tuple[str, str, str]]:
-    """Yield, for each set that differs, the set's name, its configuration field, and the difference in words."""
+    """Yield, for each set that differs, the set's name, the set's configuration field, and the difference in words."""
     names = sorted(before.valid.keys() & present.valid.keys())
     valid = ((name, f"data.valid_data.{name}", before.valid[name], present.valid[name]) for name in names)
     for name, field, old, new in ((TRAINING, "data.train_data", before.train, present.train), *valid):
         if old.digest != new.digest:
             yield name, field, f"other files, weights or split, {_shorten(new.digest)} for {_shorten(old.digest)}"
         elif old.samples != new.samples:
-            sizes = ["one epoch" if size is None else f"{size:,} samples" for size in (new.samples, old.samples)]
+            new_size, old_size = ("one epoch" if n is None else f"{n:,} samples" for n in (new.samples, old.samples))
             reason = "past one epoch it depends on training.train_iters × training.global_batch_size"
-            yield name, field, f"the order for {sizes[0]} for that for {sizes[1]}; {reason}"
+            yield name, field, f"the order for {new_size} for that for {old_size}; {reason}"
     old_mixes, new_mixes = ([mix for mix in data.train.stages if mix.first_step <= step] for data in (before, present))
     if old_mixes != new_mixes:
         yield TRAINING, "data.stages", "another stage up to the step of the checkpoint"

@@ -68,14 +68,8 @@ class LedgerWriter:
 
         self._schema = schema(is_chats=is_chats)
         repeated = ["source", "shard", *(["outcome"] if is_chats else [])]
-        self._writer = parquet.ParquetWriter(
-            path,
-            self._schema,
-            compression="zstd",
-            use_dictionary=repeated,
-            write_statistics=True,
-            write_page_checksum=True,
-        )
+        options = {"use_dictionary": repeated, "write_statistics": True, "write_page_checksum": True}
+        self._writer = parquet.ParquetWriter(path, self._schema, compression="zstd", **options)
         self._pending: list[Any] = []
         self._pending_rows = 0
 
@@ -145,18 +139,16 @@ class Ledger:
             self.rows: int = metadata.num_rows
             self._columns = [name for name in (*COLUMNS, *CHAT_COLUMNS) if name in names]
             self._groups = [group for group in range(metadata.num_row_groups) if metadata.row_group(group).num_rows]
-            columns = [metadata.row_group(group).column(names.index("first_token")) for group in self._groups]
-            self._starts = [int(column.statistics.min) for column in columns]
-        self._group = lru_cache(CACHED_GROUPS)(self._read_group)
+            chunks = [metadata.row_group(group).column(names.index("first_token")) for group in self._groups]
+            self._starts = [int(chunk.statistics.min) for chunk in chunks]  # the first token of each group
+        self._read_cached = lru_cache(CACHED_GROUPS)(self._read_group)
 
     def documents(self, first_token: int, length: int) -> list[LedgerRow]:
         """Return the documents that contain any of `length` tokens from `first_token` on, in order."""
         end = first_token + length
-        rows: list[LedgerRow] = []
         place = max(0, bisect.bisect_right(self._starts, first_token) - 1)
-        while place < len(self._groups) and self._starts[place] < end:
-            rows += self._rows_in_group(self._groups[place], first_token, end)
-            place += 1
+        groups = self._groups[place : bisect.bisect_left(self._starts, end)]
+        rows = [row for group in groups for row in self._rows_in_group(group, first_token, end)]
         covered = sum(min(end, row.first_token + row.length) - max(first_token, row.first_token) for row in rows)
         if covered != length:
             raise CorruptError(
@@ -174,10 +166,10 @@ class Ledger:
 
     def _rows_in_group(self, group: int, begin: int, end: int) -> Iterator[LedgerRow]:
         """Yield the rows of a row group that contain any of the tokens from `begin` up to `end`."""
-        begins, ends, table = self._group(group)
+        begins, ends, table = self._read_cached(group)
         first, last = int(np.searchsorted(ends, begin, "right")), int(np.searchsorted(begins, end, "left"))
         rows = (LedgerRow(**row) for row in table.slice(first, max(0, last - first)).to_pylist())
-        return (row for row in rows if row.length)
+        return (row for row in rows if row.length)  # a refused line has no tokens
 
 
 @contextmanager
@@ -186,6 +178,6 @@ def _reporting_damage(path: Path | str) -> Iterator[None]:
 
     try:
         yield
-    except (pyarrow.ArrowException, OSError, AttributeError) as error:  # AttributeError: it has no statistics
+    except (pyarrow.ArrowException, OSError, AttributeError) as error:  # AttributeError: no statistics
         reason = " ".join(str(error).split())
         raise CorruptError(f"{path} cannot be read as a ledger ({reason}); prepare again") from error

@@ -157,9 +157,9 @@ def read_record(prefix: str) -> TokenFiles | None:
 
 
 def manifest_for_file(prefix: str, suffix: str, size: int) -> tuple[Manifest, TokenFiles] | None:
-    """Return the manifest of a prefix, and its record of the prefix's files, if they describe a file of `size` bytes.
+    """Return a prefix's manifest and record if they describe PREFIX + `suffix` as a file of `size` bytes; else None.
 
-    Else return None: there is no manifest, or it belongs to a file that was replaced or renamed.
+    There may be no manifest, or one that belongs to a file that was replaced or renamed.
     """
     manifest = read_manifest(prefix)
     record = find_record(prefix, manifest) if manifest else None

@@ -39,9 +39,9 @@ class Mix:
 
 
 def first_step(name: str, *, batch_tokens: int) -> int:
-    """Return the first step of a mix named "from step N", or "from token N": the first step after N tokens.
+    """Return the first step of a mix: N for "from step N"; the first step after N tokens for "from token N".
 
-    `batch_tokens` is the number of tokens in a step. Raises InputError if the name has neither form.
+    `batch_tokens` is the number of tokens in a step. Raises InputError if the name of the mix has neither form.
     """
     problem = f"data.stages: {name!r} does not say where the stage begins"
     if (start := START.fullmatch(name)) is None:
@@ -54,14 +54,14 @@ def first_step(name: str, *, batch_tokens: int) -> int:
 
 
 def order_mixes(first: Blend, later: Mapping[str, Blend], *, global_batch_size: int, seq_length: int) -> list[Mix]:
-    """Return the mixes of `data.train_data`, `first`, and of `data.stages`, `later`, in the order of their steps."""
+    """Return the mixes in the order of their steps: `first` of `data.train_data`, then `later` of `data.stages`."""
     steps = {name: first_step(name, batch_tokens=global_batch_size * seq_length) for name in later}
     mixes = [Mix(name, step, (step - 1) * global_batch_size, later[name]) for name, step in steps.items()]
     return [Mix(FIRST_MIX, 1, 0, first), *sorted(mixes, key=lambda mix: mix.first_step)]
 
 
 def mix_ends(mixes: Sequence[Any], samples: int) -> list[tuple[Any, int]]:
-    """Return each mix, or mix order, with the first sample after it, in a run of `samples` samples."""
+    """Return each Mix or MixOrder of a run of `samples` samples, with the number of the first sample after the mix."""
     return list(zip(mixes, [*(mix.first_sample for mix in mixes[1:]), samples], strict=True))
 
 
@@ -78,12 +78,12 @@ def mix_problems(mixes: Mapping[str, Sequence[Word]]) -> list[str]:
 
 
 def overlap_problems(blends: Sequence[Sequence[Word]]) -> list[str]:
-    """List the first problem of a mix that names a source twice, or of two sources that share a file."""
+    """List the first problem found: a mix that names a source twice, or two sources that share a file."""
     owners: dict[str, Source] = {}
     for items in blends:
         sources = parse_blend(items).sources
         if len(set(sources)) < len(sources):
-            (repeated, _), *_ = Counter(sources).most_common()
+            [(repeated, _)] = Counter(sources).most_common(1)
             return [f"data.stages: a mix names {repeated.name} twice; give it one weight"]
         for source in sources:
             for file in (*map(os.path.realpath, source.files), *source.urls):
@@ -97,12 +97,12 @@ def overlap_problems(blends: Sequence[Sequence[Word]]) -> list[str]:
 
 
 def step_problems(names: Sequence[str], *, train_iters: int, batch_tokens: int) -> list[str]:
-    """List a problem for each mix that begins at the first step, at the same step as another, or after the last."""
+    """List a problem for each mix that begins at the first step, at another's first step, or after the last step."""
     problems = []
-    begins: dict[int, str] = {1: "data.train_data"}
+    mix_at: dict[int, str] = {1: "data.train_data"}  # by first step
     for name in names:
         step = first_step(name, batch_tokens=batch_tokens)
-        if (other := begins.setdefault(step, name)) != name:
+        if (other := mix_at.setdefault(step, name)) != name:
             problems.append(f"data.stages: {name!r} begins with step {step:,}, as {other} does; leave one out")
         elif step > train_iters:
             problems.append(
@@ -147,12 +147,12 @@ class MixOrder:
     source_index: Any
     """[samples]: the source of each sample, as a position in `sources`; None if there is only one source."""
     sample_index: Any
-    """[samples]: the samples that the mix has drawn from the same source before; None if there is only one source."""
+    """[samples]: the number of samples that the mix draws from the same source before; None as for `source_index`."""
 
 
 def draw_counts(source_index: Any, first: int, end: int, sources: int) -> np.ndarray:
-    """Count the samples from `first` up to `end` of each source in an index of sources; return [sources] int64."""
-    if source_index is None:
+    """Count samples `first` up to `end` by source; return [sources] int64. `source_index` has each sample's source."""
+    if source_index is None:  # there is only one source
         return np.array([end - first], np.int64)
     counts = np.zeros(sources, np.int64)
     for begin in range(first, end, COUNTED_ENTRIES):
@@ -177,14 +177,15 @@ class MixDataset:
         return self.datasets[source][number]
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Return the source of a sample, and how many samples the run draws from this source before it."""
+        """Return the source of a sample, and how many samples the run draws from that source before."""
         if not 0 <= index < self._samples:
             raise IndexError(index)
         mix = self.mixes[bisect.bisect_right(self.mixes, index, key=lambda mix: mix.first_sample) - 1]
-        source, number = 0, int(index) - mix.first_sample
-        if mix.source_index is not None:
-            source, number = int(mix.source_index[number]), int(mix.sample_index[number])
-        return mix.sources[source], mix.drawn_before[source] + number
+        sample = int(index) - mix.first_sample
+        if mix.source_index is None:  # there is only one source
+            return mix.sources[0], mix.drawn_before[0] + sample
+        position = int(mix.source_index[sample])
+        return mix.sources[position], mix.drawn_before[position] + int(mix.sample_index[sample])
 
 
 def unwrap(dataset: Any) -> Any:
@@ -197,11 +198,11 @@ def unwrap(dataset: Any) -> Any:
 def source_counts(dataset: Any, first: int, end: int, sources: int) -> np.ndarray:
     """Count the samples of each source among samples `first` up to `end` of a training set; return [sources] int64."""
     dataset = unwrap(dataset)
-    if not isinstance(dataset, MixDataset):
+    if not isinstance(dataset, MixDataset):  # but a single source, or megatron-core's blend, which has a dataset_index
         return draw_counts(getattr(dataset, "dataset_index", None), first, end, sources)
     counts = np.zeros(sources, np.int64)
     for mix, mix_end in mix_ends(dataset.mixes, len(dataset)):
         begin, stop = max(first, mix.first_sample) - mix.first_sample, min(end, mix_end) - mix.first_sample
-        if begin < stop:
+        if begin < stop:  # both are counted within the mix
             counts[list(mix.sources)] += draw_counts(mix.source_index, begin, stop, len(mix.sources))
     return counts

@@ -103,7 +103,7 @@ def _driver_of(url: str) -> Any:
 def _request(url: str, method: str, *, refused_is_missing: bool = False, **options: Any) -> Any:
     """Call a method of the store's driver with the path of a URL, again and again while the store fails.
 
-    Return None if there is no such file, or if `refused_is_missing` and access is denied.
+    Return None if there is no such file, or, with `refused_is_missing`, if access is denied.
     """
     attempt = functools.partial(_attempt, url, method, options, refused_is_missing)
     log = functools.partial(logger.debug, "attempt %d: %s")
@@ -112,14 +112,14 @@ def _request(url: str, method: str, *, refused_is_missing: bool = False, **optio
 
 def _attempt(url: str, method: str, options: dict[str, Any], refused_is_missing: bool) -> Any:
     """Call a method of the store's driver once. Raises ConnectionError if another attempt may succeed."""
-    files = _driver_of(url)
-    settings: dict[str, Any] = {"timeout": REQUEST_SECONDS} if files.async_impl else {}
+    driver = _driver_of(url)
+    settings: dict[str, Any] = {"timeout": REQUEST_SECONDS} if driver.async_impl else {}
     if method == "cat_file" and url.startswith("http"):  # otherwise a server may send a compressed body
         settings["headers"] = {"Accept-Encoding": "identity"}
-    elif method == "cat_file" and not files.async_impl:
+    elif method == "cat_file" and not driver.async_impl:
         settings["cache_type"] = "none"  # by default fsspec reads 5 MiB ahead
     try:
-        answer = getattr(files, method)(files._strip_protocol(url), **options, **settings)
+        answer = getattr(driver, method)(driver._strip_protocol(url), **options, **settings)
     except NotImplementedError:
         raise InputError(f"{redacted(url)} cannot be listed; name the files, one by one or in a .blend") from None
     except Exception as error:  # drivers raise what they like
@@ -151,7 +151,7 @@ def _status_of(error: BaseException) -> int | None:
 
 
 def _is_missing(error: Exception) -> bool:
-    """Return whether an error says that a file is missing: fsspec's HTTP driver raises FileNotFoundError for others."""
+    """Return whether a file is missing: fsspec's HTTP driver raises FileNotFoundError for other failures, too."""
     status, cause = _status_of(error), error.__cause__
     if status is not None:
         return status in (404, 410)
@@ -184,13 +184,14 @@ def find_file(url: str) -> RemoteFile | None:
         raise InputError(f"{redacted(url)}: its store states no size; serve it by one that does")
     version = next((str(info[name]) for name in (*_STRONG, *_WEAK) if info.get(name)), None)
     if version and "ino" in info and not any(map(info.get, _STRONG)):
-        version += f" {info['ino']}"
+        version += f" {info['ino']}"  # two files may have one time, but not one inode
     return RemoteFile(url, info["size"], version)
 
 
 def refuse_changed(files: Sequence[RemoteFile]) -> None:
     """Raise CorruptError if a file has changed since it was looked up."""
-    for file, now in zip(files, map_in_threads(find_file.__wrapped__, [file.url for file in files]), strict=True):
+    files_now = map_in_threads(find_file.__wrapped__, [file.url for file in files])  # past the cache of find_file
+    for file, now in zip(files, files_now, strict=True):
         if now != file:
             raise CorruptError(f"{file.path} is another file than when the run began; put it back and resume")
 
@@ -202,9 +203,10 @@ def list_files(url: str, suffix: str | tuple[str, ...]) -> list[str]:
 
 @functools.cache
 def _listing(url: str) -> list[str]:
-    files = _driver_of(url)
-    files.invalidate_cache()
-    return sorted(map(files.unstrip_protocol, _request(url, "ls" if url.endswith("/") else "glob", detail=False) or []))
+    driver = _driver_of(url)
+    driver.invalidate_cache()
+    paths = _request(url, "ls" if url.endswith("/") else "glob", detail=False) or []
+    return sorted(map(driver.unstrip_protocol, paths))
 
 
 def read_small_files(urls: Iterable[str]) -> list[bytes | None]:
@@ -226,8 +228,8 @@ def _content(url: str) -> bytes | None:
 
 def open_stream(file: RemoteFile) -> Any:
     """Open a file for readers that seek or read the whole file, such as pyarrow."""
-    files = _driver_of(file.url)
-    return files.open(files._strip_protocol(file.url), "rb")
+    driver = _driver_of(file.url)
+    return driver.open(driver._strip_protocol(file.url), "rb")
 
 
 def copy_to(file: RemoteFile, path: Path) -> None:

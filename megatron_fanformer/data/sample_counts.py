@@ -31,7 +31,7 @@ class SampleCounts:
     def check(
         self, config: DataConfig, *, train_samples: int, valid_samples: int | None, mixes: Sequence[Mix] = ()
     ) -> None:
-        """Raise InputError if a set has no whole sample, or if a split leaves a part without documents."""
+        """Raise the InputErrors of counting: a set has no whole sample, or a split leaves a part without documents."""
         train = self._data.train
         if config.split is not None:
             for sizes in self.group_parts(train, {TRAIN: train_samples, VALIDATION: valid_samples}):
@@ -45,6 +45,7 @@ class SampleCounts:
             self._check_blend(blend, VALIDATION, valid_samples)
 
     def _check_blend(self, blend: Blend, part: int, size: int | None) -> None:
+        """Raise InputError if one of the datasets to build of a blend has no whole sample."""
         if not any(source.is_npy for source in blend.sources):
             self.pair_sizes(blend, {part: size}, is_split=False)
         elif len(blend.sources) > 1:
@@ -55,7 +56,7 @@ class SampleCounts:
             whole_samples(self._data.files(blend.sources[0]), self._seq_length)
 
     def epoch_samples(self, config: DataConfig, blend: Blend) -> list[float]:
-        """Return the samples in an epoch of each source of a training mix; with a split, of its training part."""
+        """Return how many samples an epoch of each source of a training mix has; with a split, of the training part."""
         if config.split is None:
             return [self.source_epoch_samples(source) for source in blend.sources]
         return [self._tokens(source, TRAIN, is_split=True) / self._seq_length for source in blend.sources]
@@ -73,7 +74,8 @@ class SampleCounts:
             weights, _ = self.pair_sizes(blend, {TRAIN: train_samples}, is_split=is_split)
         if weights is None and len(blend.sources) > 1:
             return False  # one epoch of each pair suffices
-        shares = np.array(weights or [1.0]) / sum(weights or [1.0]) * train_samples
+        weights = weights or [1.0]  # without weights, there is one source
+        shares = np.array(weights) / sum(weights) * train_samples
         if len(shares) > 1:
             shares = shares * SURPLUS_FACTOR + SURPLUS_SAMPLES
         return any(
@@ -83,11 +85,12 @@ class SampleCounts:
         )
 
     def source_epoch_samples(self, source: Source) -> float:
-        """Return the samples in an epoch of a source; for a pair too short for a sample, the fraction that it fills."""
+        """Return the samples in an epoch of a source; a pair too short for a sample counts as a fraction of one."""
         if source.is_npy:
             return sum(file.tokens // self._seq_length for file in self._data.files(source))
         tokens = self._data.pair(source).tokens
-        return (tokens - 1) // self._seq_length or tokens / self._seq_length
+        # The last label is one token more.
+        return (tokens - 1) // self._seq_length if tokens > self._seq_length else tokens / self._seq_length
 
     def mixed_sizes(self, blend: Blend, size: int | None) -> tuple[list[float], int, list[int]]:
         """Return the weights of a blend with .npy files, its size, and the number of samples to build of each source.
@@ -104,7 +107,8 @@ class SampleCounts:
         """Return the weights that megatron-core would use for a mix. Raises InputError without a whole sample."""
         epochs = [self.source_epoch_samples(source) for source in blend.sources]
         for source, epoch in zip(blend.sources, epochs, strict=True):
-            if epoch < 1 or (not source.is_npy and self._data.pair(source).tokens <= self._seq_length):
+            lacks_last_label = not source.is_npy and self._data.pair(source).tokens <= self._seq_length
+            if epoch < 1 or lacks_last_label:
                 raise InputError(
                     f"{redacted(source.name)} holds no whole sample of {self._seq_length} tokens, as every source of a "
                     "run in stages must; join it with others, or leave it out"

@@ -34,7 +34,7 @@ class Epochs:
         self._length = epoch_samples if samples is None else samples
         self._order: tuple[int, np.ndarray] | None = None
         self._lock = threading.Lock()
-        self._order_of(0)
+        self._order_of(0)  # now, so that forked loader processes share the first order
 
     def __len__(self) -> int:
         return self._length

@@ -28,19 +28,12 @@ class NpyDataset(Epochs):
     """
 
     def __init__(
-        self,
-        files: list[NpyFile],
-        *,
-        seq_length: int,
-        seed: int,
-        vocab_size: int,
-        samples: int | None = None,
+        self, files: list[NpyFile], *, seq_length: int, seed: int, vocab_size: int, samples: int | None = None
     ) -> None:
         """`samples` is the length of the dataset; None: one epoch. `vocab_size` bounds the ids that are read."""
         super().__init__(whole_samples(files, seq_length), seed=seed, samples=samples)
-        self.files, self.seq_length = files, seq_length
-        self._vocab_size = vocab_size
-        self._ends = np.cumsum([file.tokens // seq_length for file in files], dtype=np.int64)
+        self.files, self.seq_length, self._vocab_size = files, seq_length, vocab_size
+        self._ends = np.cumsum([file.tokens // seq_length for file in files], dtype=np.int64)  # in samples
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return `tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), each [seq_length].
@@ -59,11 +52,11 @@ class NpyDataset(Epochs):
         return {"tokens": tokens, "labels": labels, "loss_mask": mask, "position_ids": torch.arange(self.seq_length)}
 
     def locate(self, index: int) -> tuple[NpyFile, int]:
-        """Return the file of a sample, and the number of the sample's first token in this file."""
+        """Return the file of a sample, and the number of the sample's first token in that file."""
         sample = self.number(index)
-        number = int(np.searchsorted(self._ends, sample, side="right"))
-        before = int(self._ends[number - 1]) if number else 0
-        return self.files[number], (sample - before) * self.seq_length
+        file_number = int(np.searchsorted(self._ends, sample, side="right"))
+        before = int(self._ends[file_number - 1]) if file_number else 0
+        return self.files[file_number], (sample - before) * self.seq_length
 
 
 class ChatDataset(Epochs):
@@ -78,24 +71,23 @@ class ChatDataset(Epochs):
         self, conversations: Conversations, *, seq_length: int, seed: int, vocab_size: int, samples: int | None = None
     ) -> None:
         """`samples` is the length of the dataset; None: one epoch. `vocab_size` bounds the ids that are read."""
-        self.conversations, self.seq_length = conversations, seq_length
-        self._vocab_size = vocab_size
+        self.conversations, self.seq_length, self._vocab_size = conversations, seq_length, vocab_size
         self._packing = pack(conversations.lengths, seq_length, seed=seed)
         super().__init__(len(self._packing), seed=seed, samples=samples)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return `tokens`, `labels`, `position_ids` (int64), `loss_mask` (float32), `document_ids` (int32), [s].
+        """Return `tokens`, `labels`, `position_ids` (int64), `loss_mask` (float32), `document_ids` (int32).
 
-        After the last conversation, a document of zeros without a loss fills the sample.
+        Each is [seq_length]. After the last conversation, a document of zeros without a loss fills the sample.
         Raises CorruptError if an id is not below the vocabulary size, or if a conversation's mask is wrong.
         """
         tokens, labels, positions = (np.zeros(self.seq_length, np.int64) for _ in range(3))
         mask, documents = np.zeros(self.seq_length, np.float32), np.zeros(self.seq_length, np.int32)
         begin, members = 0, self.members(index)
         for document, number in enumerate(members):
-            chats, local = self.conversations.locate(number)
-            ids, learned = (part[: self.seq_length] for part in chats[local])
-            refuse_ids_read(ids, self._vocab_size, chats.ids_path, int(chats.starts[local]))
+            chats, number_in_files = self.conversations.locate(number)
+            ids, learned = (values[: self.seq_length] for values in chats[number_in_files])
+            refuse_ids_read(ids, self._vocab_size, chats.ids_path, int(chats.starts[number_in_files]))
             end = begin + len(ids)
             tokens[begin:end], positions[begin:end], documents[begin:end] = ids, np.arange(len(ids)), document
             labels[begin : end - 1], mask[begin : end - 1] = ids[1:], learned[1:]
@@ -125,7 +117,7 @@ class Span:
 def sample_spans(dataset: Any, index: int) -> list[Span]:
     """Return the runs of tokens that sample `index` of a training or validation set consists of, in order.
 
-    They have seq_length tokens for .npy files, one more for pairs (the last label), and fewer for chats with padding.
+    Together they have seq_length tokens for .npy files, one more for pairs (the last label), fewer for padded chats.
     """
     dataset = unwrap(dataset)
     if isinstance(dataset, ChatDataset):
@@ -145,16 +137,16 @@ def sample_spans(dataset: Any, index: int) -> list[Span]:
 
 
 def sequence_spans(dataset: Any, index: int) -> list[Span]:
-    """Return the runs of a sample of token files, one for each sequence of a pair, even if they are adjacent."""
+    """Return the runs of tokens of a sample of pairs or .npy files; two sequences of a pair never share a run."""
     dataset = unwrap(dataset)
     if isinstance(dataset, MixDataset):
-        number, index = dataset.locate(index)
-        dataset = dataset.datasets[number]
+        source, index = dataset.locate(index)
+        dataset = dataset.datasets[source]
         if isinstance(dataset, PairEpochs):
             index, dataset = dataset.number(index), dataset.first_epoch
     while hasattr(dataset, "datasets"):  # a blend; one of pairs and .npy files may hold another blend
-        number, index = int(dataset.dataset_index[index]), int(dataset.dataset_sample_index[index])
-        dataset = unwrap(dataset.datasets[number])
+        source, index = int(dataset.dataset_index[index]), int(dataset.dataset_sample_index[index])
+        dataset = unwrap(dataset.datasets[source])
     if isinstance(dataset, NpyDataset):
         file, first = dataset.locate(index)
         return [Span(npy_prefix(file.path), first, dataset.seq_length)]
@@ -164,7 +156,9 @@ def sequence_spans(dataset: Any, index: int) -> list[Span]:
 def _pair_spans(dataset: Any, index: int) -> Iterator[Span]:
     """Yield the run that a sample of megatron-core's GPTDataset takes of each sequence, by the dataset's indices."""
     sample = int(dataset.shuffle_index[index])
-    (begin, begin_offset), (end, end_offset) = (map(int, dataset.sample_index[sample + ahead]) for ahead in (0, 1))
+    # Row n of sample_index is where sample n begins: a place in document_index, which lists sequences, and an offset in
+    # the sequence there. The last label of a sample is the first token of the next sample.
+    (begin, begin_offset), (end, end_offset) = (map(int, row) for row in dataset.sample_index[sample : sample + 2])
     for place in range(begin, end + 1):
         sequence = int(dataset.document_index[place])
         first, length = dataset.dataset.locate(sequence)
@@ -192,6 +186,7 @@ class DocumentSamples(SampleWrapper):
         """Return a sample's tensors, each [seq_length]; under `reset_attention_mask` also `document_ids` (int32)."""
         item: dict[str, Tensor] = {**self.samples[index]}
         is_end = item["tokens"] == self.eod_id
+        # 1 where a document begins: after an end of text, and where the sample or a sequence begins.
         begins = is_end.roll(1).long()
         sequence_starts = itertools.accumulate(span.length for span in sequence_spans(self.samples, index))
         begins[[0, *(start for start in sequence_starts if start < len(begins))]] = 1

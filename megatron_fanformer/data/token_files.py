@@ -71,12 +71,13 @@ def refuse_stated_ids(prefix: str, suffix: str, size: int, vocab_size: int) -> N
 
     Without a manifest of the file, ids are checked as they are read.
     """
-    if (stated := manifest_for_file(prefix, suffix, size)) is not None:
-        refuse_largest_id(stated[1].max_token_id, vocab_size, prefix)
+    if (described := manifest_for_file(prefix, suffix, size)) is not None:
+        _, record = described
+        refuse_largest_id(record.max_token_id, vocab_size, prefix)
 
 
 def refuse_largest_id(largest: int | None, vocab_size: int, name: str) -> None:
-    """Raise InputError if the largest id that the manifest of file `name` states is not below `vocab_size`."""
+    """Raise InputError if `largest`, the largest id that the manifest of `name` states, is not below `vocab_size`."""
     if largest is not None and largest >= vocab_size:
         raise InputError(
             f"{name} holds token id {largest}, outside the vocabulary of {vocab_size};"
@@ -88,7 +89,7 @@ def refuse_ids_read(ids: np.ndarray, vocab_size: int, file: Path | str, first: i
     """Raise CorruptError, naming the first wrong id and its place, if an id is negative or not below `vocab_size`.
 
     Under tensor parallelism nothing else would notice: a rank assumes that any id outside its part of the embedding
-    belongs to another rank's part. `ids` are [t] in the file's type, from token number `first` of `file` on.
+    belongs to another rank's part. `ids` are [tokens] in the file's type, from token number `first` of `file` on.
     """
     unsigned = ids.view(UNSIGNED[ids.itemsize])  # a negative id is a large one
     if not len(ids) or unsigned.max() < vocab_size:
@@ -176,36 +177,36 @@ def read_index(
 
 def _read_remote_index(prefix: str, parts: Mapping[int, tuple[float, float]] | None, cache: Path | None) -> TokenIndex:
     """Copy the index of a pair on another store into `cache`, and read the copy; see `read_index`."""
-    tokens, index = look_up([prefix + ".bin", prefix + ".idx"])
-    if tokens is None or index is None:
-        path = redacted(prefix + (".bin" if tokens is None else ".idx"))
+    bin_file, idx_file = look_up([prefix + ".bin", prefix + ".idx"])
+    if bin_file is None or idx_file is None:
+        path = redacted(prefix + (".bin" if bin_file is None else ".idx"))
         raise InputError(f"{path} does not exist; name the prefix of a .bin and .idx pair, or a folder, ending in /")
     if cache is None:
         raise InputError(f"{redacted(prefix)} is on another store, and its index is copied; set data.cache_path")
-    folder = version_folder(cache / "remote", index.identity)
+    folder = version_folder(cache / "remote", idx_file.identity)
     copy = str(folder / prefix.rpartition("/")[2])
     index_copy, stand_in = idx_path(copy), bin_path(copy)
     with hold_folder(folder):
-        if index.version is None or not index_copy.is_file() or index_copy.stat().st_size != index.size:
-            copy_to(index, index_copy)
+        if idx_file.version is None or not index_copy.is_file() or index_copy.stat().st_size != idx_file.size:
+            copy_to(idx_file, index_copy)
         if not stand_in.is_file():
             with reported_as_local(folder):
-                stand_in.write_bytes(b"0")  # megatron-core requires the file; to read tokens from it must fail
+                stand_in.write_bytes(b"0")  # megatron-core requires a .bin file; no token can be read from this one
     try:
-        return _check_entries(TokenIndex(prefix, copy=copy, remote=tokens), tokens.size, parts)
+        return _check_entries(TokenIndex(prefix, copy=copy, remote=bin_file), bin_file.size, parts)
     except CorruptError as error:
         index_copy.unlink(missing_ok=True)  # in case only the copy is damaged
-        raise CorruptError(str(error).replace(str(index_copy), index.path)) from None
+        raise CorruptError(str(error).replace(str(index_copy), idx_file.path)) from None
 
 
 def _check_entries(index: TokenIndex, bin_bytes: int, parts: Mapping[int, tuple[float, float]] | None) -> TokenIndex:
     """Check an index and the size of its .bin file, and return the index with its counts; see `read_index`."""
     index = _read_header(index)
-    lengths, pointers, bounds, width = index.lengths, index.pointers, index.bounds, index.dtype.itemsize
-    checksum, end, part_tokens = 0, 0, dict.fromkeys(parts or {}, 0)
+    lengths, pointers, bounds, token_bytes = index.lengths, index.pointers, index.bounds, index.dtype.itemsize
+    checksum, end, part_tokens = 0, 0, dict.fromkeys(parts or {}, 0)  # `end`, `ends` and `starts` are in bytes
     for first in range(0, len(lengths), CHECKED_ENTRIES):
         block = np.array(lengths[first : first + CHECKED_ENTRIES])
-        ends = end + np.cumsum(block, dtype=np.int64) * width
+        ends = end + np.cumsum(block, dtype=np.int64) * token_bytes
         starts = np.append(np.int64(end), ends[:-1])
         if len(wrong := np.flatnonzero(pointers[first : first + CHECKED_ENTRIES] != starts)):
             number = first + int(wrong[0])
@@ -214,6 +215,7 @@ def _check_entries(index: TokenIndex, bin_bytes: int, parts: Mapping[int, tuple[
         end = int(ends[-1])
         checksum = zlib.crc32(block.tobytes(), checksum)
         for part, fractions in (parts or {}).items():
+            # Where the part begins and stops in this block; slicing takes a stop beyond the block for its end.
             begin, stop = (max(0, round(fraction * len(lengths)) - first) for fraction in fractions)
             part_tokens[part] += int(block[begin:stop].sum(dtype=np.int64))
     if bin_bytes != end:
@@ -229,7 +231,7 @@ def _check_entries(index: TokenIndex, bin_bytes: int, parts: Mapping[int, tuple[
         if len(wrong := np.flatnonzero(np.diff(bounds[first : first + CHECKED_ENTRIES + 1]) < least_step)):
             number = first + int(wrong[0]) + 1
             raise _corrupt(index.idx, f"document bound {number} is {bounds[number]}, after {bounds[number - 1]}")
-    tokens = bin_bytes // width
+    tokens = bin_bytes // token_bytes
     identity = f"{index.dtype} {len(lengths)} {tokens} {checksum:08x}"
     return replace(index, tokens=tokens, identity=identity, part_tokens=part_tokens)
 
@@ -242,7 +244,7 @@ def _read_header(index: TokenIndex) -> TokenIndex:
         header = stream.read(INDEX_HEADER.size)
     if len(header) < INDEX_HEADER.size:
         raise _corrupt(path, f"it is truncated: the header has {len(header)} of {INDEX_HEADER.size} bytes")
-    magic, version, code, sequences, bounds = INDEX_HEADER.unpack(header)
+    magic, version, code, sequences, bounds = INDEX_HEADER.unpack(header)  # bounds: documents + 1
     if magic != INDEX_MAGIC:
         raise _corrupt(path, f"the magic is {magic!r}, not {INDEX_MAGIC!r}, this is not a Megatron index")
     if version != INDEX_VERSION:
@@ -279,7 +281,7 @@ class PairReader:
         return begin // self._dtype.itemsize, (end - begin) // self._dtype.itemsize
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Return tokens of sequence `idx` from its token `offset` on, [length]; without a length, up to its end."""
+        """Return tokens of sequence `idx` from its token `offset` on: `length` of them, or, if None, all others."""
         begin, whole = self.locate(int(idx))
         first = begin + offset
         count = whole - offset if length is None else int(length)
@@ -318,6 +320,7 @@ class NpyFile:
         return np.memmap(self.path, self.dtype, mode="r")
 
     def __getstate__(self) -> dict[str, Any]:
+        # Pickling would copy the memory map's tokens.
         return {name: value for name, value in self.__dict__.items() if name != "_array"}
 
 
@@ -328,14 +331,15 @@ def open_npy_files(paths: Iterable[str], dtype: NpyType) -> list[NpyFile]:
     """
     paths = list(paths)
     urls = [path for path in paths if is_url(path)]
+    # Requested in parallel here, and remembered for `_open_npy`.
     look_up(urls)
     read_small_files(npy_prefix(url) + MANIFEST_SUFFIX for url in urls)
-    if urls:
-        return map_in_threads(lambda path: _open_npy(path, dtype), paths)
-    return [_open_npy(path, dtype) for path in paths]
+    open_file = functools.partial(_open_npy, default=dtype)
+    return map_in_threads(open_file, paths) if urls else list(map(open_file, paths))
 
 
 def _open_npy(path: str, default: NpyType) -> NpyFile:
+    """Check a .npy file, and return it; `default` is the type of ids without a manifest. See `open_npy_files`."""
     remote = find_file(path) if is_url(path) else None
     if remote is None and not Path(path).is_file():
         raise InputError(f"{redacted(path)} does not exist; name .npy files of token ids")

@@ -25,8 +25,8 @@ NO_ID = -1  # stands for a missing id, as in sentencepiece
 class SentencePieceTokenizer:
     """A sentencepiece model. With byte fallback and no normalization, as trained here, every text decodes exactly."""
 
-    eod_id = NO_ID
-    eod_source: str | None = None
+    eod_id = NO_ID  # the end of text, which load_tokenizer sets
+    eod_source: str | None = None  # what states `eod_id`
 
     def __init__(self, path: Path) -> None:
         import sentencepiece
@@ -35,21 +35,19 @@ class SentencePieceTokenizer:
         self._processor: Any = sentencepiece.SentencePieceProcessor(model_file=str(path))
         self.vocab_size: int = self._processor.vocab_size()  # one more than the largest id
         self.default_eod_id: int = self._processor.eos_id()
-        self._mark_ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
-        self._has_byte_fallback = all(map(self._processor.is_byte, self._mark_ids))
+        self._mark_bytes = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
+        self._has_byte_fallback = all(map(self._processor.is_byte, self._mark_bytes))
 
     @property
     def special_pieces(self) -> list[str]:
         """Return the control pieces, the byte pieces and the unknown piece."""
-        model = self._processor
-        kinds = (model.is_control, model.is_unknown, model.is_byte)
-        return [model.id_to_piece(id) for id in range(self.vocab_size) if any(is_kind(id) for is_kind in kinds)]
+        kinds = (self._processor.is_control, self._processor.is_unknown, self._processor.is_byte)
+        return [self.piece(id) for id in range(self.vocab_size) if any(is_kind(id) for is_kind in kinds)]
 
     @cached_property
     def special_ids(self) -> dict[str, int]:
         """Return the id of each control piece, by the piece."""
-        model = self._processor
-        return {model.id_to_piece(id): id for id in range(self.vocab_size) if model.is_control(id)}
+        return {self.piece(id): id for id in range(self.vocab_size) if self._processor.is_control(id)}
 
     def piece(self, id: int) -> str:
         """Return the piece of an id."""
@@ -61,7 +59,7 @@ class SentencePieceTokenizer:
         return id if self.piece(id) == piece else None
 
     def cut_at_special(self, text: str) -> list[str | int]:
-        """Return the texts between control pieces in `text`, and the pieces' ids; sentencepiece ignores such pieces."""
+        """Return the texts between control pieces in `text`, and the pieces' ids; sentencepiece does not find them."""
         if not self.special_ids:
             return [text] if text else []
         longest_first = sorted(map(re.escape, self.special_ids), key=len, reverse=True)
@@ -69,13 +67,13 @@ class SentencePieceTokenizer:
         return [self.special_ids.get(part, part) for part in parts if part]
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`. U+2581 is encoded as its bytes, since the model's piece of this name is a space."""
+        """Return the ids of `text`. U+2581 is encoded as its bytes, since the model's piece U+2581 means a space."""
         if SPACE_MARK not in text or not self._has_byte_fallback:
             return list(self._processor.encode(text))
         first, *others = text.split(SPACE_MARK)
         ids: list[int] = self._processor.encode(first)
         for part in others:
-            ids.extend(self._mark_ids)
+            ids.extend(self._mark_bytes)
             ids.extend(self._processor.encode(part))
         return ids
 
@@ -161,7 +159,7 @@ def load_tokenizer(path: str | Path, *, eod_id: int | None = None, needs_eod: bo
     """Read a sentencepiece `.model`, a Hugging Face `tokenizer.json` (by any name), or a folder with one.
 
     `eod_id` is the id that ends documents; None: find it, see `_end_of_text`. Raises InputError if there is no such
-    file, if it has another format, if `eod_id` is outside the vocabulary, or if no id is found and `needs_eod`.
+    file, if it has another format, if `eod_id` is outside the vocabulary, or, with `needs_eod`, if no id is found.
     """
     file = tokenizer_file(path)
     try:
@@ -199,8 +197,8 @@ def _end_of_text(tokenizer: Tokenizer, stated: int | None) -> tuple[int, str | N
         return stated, "eod_id"
     for file in (TOKENIZER_CONFIG, GENERATION_CONFIG):
         config = read_json_config(tokenizer.path.with_name(file))
-        token, ids = token_text(config.get("eos_token")), config.get("eos_token_id")
-        first_id = ids[0] if isinstance(ids, list) and ids else ids
+        token, id_or_ids = token_text(config.get("eos_token")), config.get("eos_token_id")
+        first_id = id_or_ids[0] if isinstance(id_or_ids, list) and id_or_ids else id_or_ids
         end = first_id if token is None else tokenizer.id_of(token)
         if type(end) is int and 0 <= end < tokenizer.vocab_size:
             return end, file
@@ -214,9 +212,9 @@ def end_of_text_notices(tokenizer: Tokenizer) -> list[str]:
     """Return a notice if the end of text was chosen by its name or by default; else an empty list."""
     if tokenizer.eod_source is not None or tokenizer.eod_id == NO_ID:
         return []
-    piece = tokenizer.piece(tokenizer.eod_id)
     return [
-        f"a text ends with {piece} (id {tokenizer.eod_id}), its tokenizer's piece for that; --eod-id states another"
+        f"a text ends with {tokenizer.piece(tokenizer.eod_id)} (id {tokenizer.eod_id}), its tokenizer's piece for that;"
+        " --eod-id states another"
     ]
 
 
@@ -232,15 +230,16 @@ def read_json_config(file: Path) -> dict[str, Any]:
 
 
 def token_text(stated: Any) -> str | None:
-    """Return the text of a special token in `tokenizer_config.json`, which states a text or an object; else None."""
+    """Return a special token's text, which `tokenizer_config.json` states alone or in an object; None if in neither."""
     text = stated.get("content") if isinstance(stated, dict) else stated
     return text if isinstance(text, str) else None
 
 
 def tokenizer_file(path: str | Path) -> Path:
-    """Return the tokenizer's file at a path: of a folder `tokenizer.json`, `tokenizer.model` or the only `.model` file.
+    """Return the file of a tokenizer, named by its path or by its folder.
 
-    Raises InputError if there is no such file, or if its name does not end in .json or .model.
+    In a folder, it is `tokenizer.json`, else `tokenizer.model`, else the only `.model` file. Raises InputError if there
+    is no such file, or if its name does not end in .json or .model.
     """
     path = Path(path)
     if path.is_dir():
