@@ -26,7 +26,7 @@ def build_optimizer(config: OptimizerConfig, stages: "list[DistributedDataParall
     rule, dtype = config.rule, stages[0].config.params_dtype
     megatron_config = MegatronOptimizerConfig(
         lr=config.lr,
-        min_lr=0.0,
+        min_lr=0.0,  # `build_scheduler` sets the rates of the parameter groups
         weight_decay=config.weight_decay,
         clip_grad=config.clip_grad,
         bf16=dtype == torch.bfloat16,

@@ -36,7 +36,7 @@ class Checkpointer:
     def __init__(
         self, config: RunConfig, grid: RankGrid, listener: InterruptListener, *, note_saved: Callable[[], None]
     ) -> None:
-        self._config, self._grid = config, grid
+        self._config, self._grid, self._run = config, grid, Path(config.training.run_dir)
         self._listener, self._note_saved = listener, note_saved
         self._mirror = Mirror(config.checkpoint.mirror if grid.is_main else None, keep=config.checkpoint.mirror_keep)
 
@@ -46,7 +46,7 @@ class Checkpointer:
         from megatron_fanformer.checkpoint.saving import CheckpointSaver
 
         return CheckpointSaver(
-            Path(self._config.training.run_dir),
+            self._run,
             self._grid,
             keep=self._config.checkpoint.keep,
             async_save=self._config.checkpoint.async_save,
@@ -67,8 +67,7 @@ class Checkpointer:
 
     def copy_to_mirror(self, step: int) -> None:
         """Start copying the published checkpoint of a step to the mirror."""
-        run = Path(self._config.training.run_dir)
-        self._mirror.offer(run / run_folder.CHECKPOINTS / run_folder.checkpoint_name(step))
+        self._mirror.offer(self._run / run_folder.CHECKPOINTS / run_folder.checkpoint_name(step))
 
     def finish_copies(self, *, was_stopped: bool) -> None:
         """Wait for the copies to the mirror: until a signal to stop comes, or for a minute if one has come before."""

@@ -61,17 +61,17 @@ class ScheduleConfig:
     def joint_problems(self, *, lr: float, train_iters: int | None) -> list[str]:
         """Return the broken rules that involve the peak rate or the number of steps (None: unknown yet)."""
         problems = []
-        decay = self.lr_decay_iters or train_iters
-        if decay is not None and (warmup := self.warmup_steps(decay)) >= decay:
+        end = self.lr_decay_iters or train_iters  # of the decay
+        if end is not None and (warmup := self.warmup_steps(end)) >= end:
             stated = f"iters {warmup}" if self.lr_warmup_fraction is None else f"fraction {self.lr_warmup_fraction}"
             problems.append(
-                f"schedule.lr_warmup_{stated} is not below the end of the decay, step {decay}; "
+                f"schedule.lr_warmup_{stated} is not below the end of the decay, step {end}; "
                 "shorten the warm-up or raise training.train_iters"
             )
-        elif decay is not None and self.lr_decay_style == "WSD" and warmup + (steps := self.wsd_steps(decay)) > decay:
+        elif end is not None and self.lr_decay_style == "WSD" and warmup + (steps := self.wsd_steps(end)) > end:
             wsd = self.lr_wsd_decay_iters or f"null, here {steps}"
             problems.append(  # the rate would jump at the end of the warm-up
-                f"schedule.lr_wsd_decay_iters is {wsd}, and with a warm-up of {warmup} does not fit into the {decay} "
+                f"schedule.lr_wsd_decay_iters is {wsd}, and with a warm-up of {warmup} does not fit into the {end} "
                 "steps to the decay's end; shorten one of them or raise training.train_iters"
             )
         if self.min_lr is not None and self.min_lr > lr:

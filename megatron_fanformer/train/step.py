@@ -161,7 +161,8 @@ def attempt_step(
         loss_and_tokens = torch.stack([report["loss_and_tokens"] for report in reports]).sum(0)
         head = getattr(stages[-1].module, "output_layer", None)
         z_loss_sum = head.take_z_losses() if isinstance(head, LossHead) else None
-        local = torch.cat([loss_and_tokens, loss_and_tokens.new_zeros(1) if z_loss_sum is None else z_loss_sum.view(1)])
+        z_loss_or_0 = loss_and_tokens.new_zeros(1) if z_loss_sum is None else z_loss_sum.view(1)
+        local = torch.cat([loss_and_tokens, z_loss_or_0])
     sums = _sum_over_ranks(local, grid, listen())
     grad_norm = gradient_norm(optimizer, grid)
     loss, tokens, z_loss, *interrupts = sums.tolist()
@@ -186,7 +187,7 @@ def gradient_norm(optimizer: MegatronOptimizer, grid: RankGrid) -> float:
         local = float(optimizer.get_grad_norm())
     norm_group = single_optimizers(optimizer)[0].get_grad_stats_parallel_group()
     if norm_group.size() == grid.world_size:
-        return local
+        return local  # computed by all ranks together
     comparable = local if math.isfinite(local) else math.inf  # NaN cannot be compared
     largest = torch.tensor(comparable, dtype=torch.float64, device=grid.torch_device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)

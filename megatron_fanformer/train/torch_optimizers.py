@@ -294,11 +294,11 @@ def connect_muon(config: Any, optimizer: Any, stages: list[Any], is_matrix: Call
 
     groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "dp_cp", "tp_dp_cp"])
     is_sharded, tensor_size = stages[0].ddp_config.use_distributed_optimizer, groups.tp.size()
-    replicas = groups.dp_cp.size() if is_sharded else 1
-    group = groups.tp if replicas == 1 else groups.tp_dp_cp
-    assert group.rank() == groups.tp.rank() + (tensor_size * groups.dp_cp.rank() if replicas > 1 else 0)
+    data_ranks = groups.dp_cp.size() if is_sharded else 1
+    group = groups.tp if data_ranks == 1 else groups.tp_dp_cp
+    assert group.rank() == groups.tp.rank() + (tensor_size * groups.dp_cp.rank() if data_ranks > 1 else 0)
     matrices = [
-        _describe_matrix(optimizer, stage, name, weight, tensor_size, replicas)
+        _describe_matrix(optimizer, stage, name, weight, tensor_size, data_ranks)
         for stage in stages
         for name, weight in stage.named_parameters()
         if is_matrix(name, weight.ndim)
@@ -320,7 +320,7 @@ def connect_muon(config: Any, optimizer: Any, stages: list[Any], is_matrix: Call
     )
 
 
-def _describe_matrix(optimizer: Any, stage: Any, name: str, weight: Any, tensor_size: int, replicas: int) -> Matrix:
+def _describe_matrix(optimizer: Any, stage: Any, name: str, weight: Any, tensor_size: int, data_ranks: int) -> Matrix:
     is_shard, config = getattr(weight, "tensor_model_parallel", False), stage.config
     heads_per_group = config.num_attention_heads // config.num_query_groups
     layer_tensor = next(tensor for tensor in all_tensors() if name.endswith(tensor.name))
@@ -328,7 +328,7 @@ def _describe_matrix(optimizer: Any, stage: Any, name: str, weight: Any, tensor_
     if isinstance(places, dict):  # megatron-core's distributed optimizer
         group, number = places.get(weight, (None, None))
         main = None if group is None else optimizer.optimizer.param_groups[group]["params"][number]
-        ranges = _shard_ranges(stage, weight, replicas)
+        ranges = _shard_ranges(stage, weight, data_ranks)
     else:
         main, ranges = getattr(weight, "main_param", weight), [(0, weight.numel())]
     return Matrix(
@@ -341,7 +341,7 @@ def _describe_matrix(optimizer: Any, stage: Any, name: str, weight: Any, tensor_
     )
 
 
-def _shard_ranges(stage: Any, weight: Any, replicas: int) -> list[tuple[int, int]]:
+def _shard_ranges(stage: Any, weight: Any, data_ranks: int) -> list[tuple[int, int]]:
     """Return for each data parallel rank the first and the last (exclusive) element of a weight that it holds.
 
     megatron-core cuts the bucket that contains the weight into equal parts, one for each of these ranks.
@@ -349,7 +349,7 @@ def _shard_ranges(stage: Any, weight: Any, replicas: int) -> list[tuple[int, int
     buffer = next(buffer for buffer in stage.buffers if weight in buffer.param_index_map)
     start, end, number = buffer.param_index_map[weight][:3]
     bucket = buffer.buckets[number]
-    size = bucket.grad_data.numel() // replicas
-    bounds = [bucket.offset + size * rank for rank in range(replicas + 1)]
+    size = bucket.grad_data.numel() // data_ranks
+    bounds = [bucket.offset + size * rank for rank in range(data_ranks + 1)]
     bounds_in_weight = [min(max(bound, start), end) - start for bound in bounds]
     return list(itertools.pairwise(bounds_in_weight))

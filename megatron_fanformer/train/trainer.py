@@ -97,7 +97,7 @@ class Trainer:
             self._attachments = attached_files(tokenizer, start.data.chat_template)
         self._start_or_resume()
         self._load_data()
-        first = Start(
+        log_start = Start(
             run=self.run,
             step=self.step,
             steps=config.training.steps,
@@ -107,7 +107,7 @@ class Trainer:
         )
         template = start.data.chat_template
         extra_files = {} if template is None else {CHAT_TEMPLATE_JINJA: template}
-        self._logs = Loggers(first, extra_files, is_writer=grid.is_main)
+        self._logs = Loggers(log_start, extra_files, is_writer=grid.is_main)
         self._logs.open(step=self.step)
         if self.step:
             logger.info("continuing after step %d of %s", self.step, self.run)
