@@ -29,7 +29,7 @@ class FANSelfAttention(SelfAttention):
     """Megatron's self-attention, with queries, keys and values projected from X_F in place of X.
 
     In the `column` form of the FAN map, `linear_qkv` either reads p | g and computes X_F itself, or reads the whole X_F
-    on every rank and does not sum its input gradient. In the `sequence` form it gathers the sequence, as without FAN.
+    on every rank and does not sum its input gradient. In the `sequence` form, as without FAN, it gathers the sequence.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class FANSelfAttention(SelfAttention):
         _connect(config, self.fan, self.linear_qkv)
 
     def set_for_recompute_input_layernorm(self) -> None:
-        """Let FAN's linear layer, which reads the recomputed norm in place of QKV, keep its input; for FP8."""
+        """In FP8, let FAN's linear layer, which reads the recomputed norm in place of QKV, keep the norm as it is."""
         _save_original_input(self.fan.linear)
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -105,7 +105,7 @@ class FANValueAttention(Attention):
             x_f_sbh, values = self.fan(hidden_states)
             qk, _ = self.linear_qk(x_f_sbh)
         groups, size = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
-        qk = qk.unflatten(-1, (groups, -1, size))
+        qk = qk.unflatten(-1, (groups, -1, size))  # of each group: its queries, then its key
         query, key = qk.split([qk.shape[-2] - 1, 1], dim=-2)
         query, key = query.flatten(2, 3), key.squeeze(-2)
         value = self._values_of_this_rank(values).unflatten(-1, (groups, size))
@@ -125,11 +125,11 @@ class FANValueAttention(Attention):
 
 
 class HeadExchange:
-    """A mix-in before a class of attention: context parallel ranks exchange parts of the sequence for parts of heads.
+    """A mix-in, inherited before a class of attention: context parallel ranks exchange parts of the sequence for heads.
 
-    Each rank holds an equal part of the sequence, in order. Between the projections, it has the whole sequence and a
-    part of the heads, so rotary positions, masks and documents' bounds are those of one rank. Build the attention
-    without context parallelism, and its core attention for a part of the heads.
+    Each rank holds an equal part of the sequence, in order. Between the projections, the rank has the whole sequence
+    and a part of the heads, so rotary positions, masks and documents' bounds are those of a model on one rank. Build
+    the attention without context parallelism, and its core attention for a part of the heads.
     """
 
     def __init__(self, *args: Any, context_group: dist.ProcessGroup, **kwargs: Any) -> None:
@@ -166,14 +166,14 @@ class HeadExchange:
 
 @functools.cache
 def exchanging_heads(attention: type[Attention]) -> type[Attention]:
-    """Return the subclass of a class of attention that has `HeadExchange` before it."""
+    """Return the subclass of this class of attention that exchanges heads (`HeadExchange`)."""
     return type(f"HeadExchange{attention.__name__}", (HeadExchange, attention), {})
 
 
 def _check_head_norms(config: TransformerConfig, norm: torch.nn.Module | None) -> None:
-    """Raise ValueError if the layer has norms of heads, but not the configuration, or the reverse.
+    """Raise ValueError unless both the layer and the configuration have norms of heads, or neither has.
 
-    megatron-core sums their gradients over the tensor parallel ranks only if the configuration has them.
+    megatron-core sums the norms' gradients over the tensor parallel ranks only if the configuration has the norms.
     """
     if config.qk_layernorm != (norm is not None):
         raise ValueError(
@@ -187,8 +187,8 @@ def _connect(config: TransformerConfig, fan: FANProjection, linear: torch.nn.Mod
     """Prepare `linear` to read the outputs of `fan`.
 
     A layer that computes X_F itself gets FAN's activation. A layer in FP8 keeps X_F, which FAN keeps anyway, and no FP8
-    copy: backward quantizes X_F again, to the same numbers. With the recipe `delayed` the scales have changed by then,
-    so the layer keeps its copy.
+    copy of X_F: backward quantizes X_F again, to the same numbers. With the recipe `delayed` the scales have changed by
+    then, so the layer keeps the FP8 copy.
     """
     if isinstance(linear, ActivatedColumnParallelLinear):
         linear.activation = fan.activation
@@ -197,6 +197,7 @@ def _connect(config: TransformerConfig, fan: FANProjection, linear: torch.nn.Mod
 
 
 def _save_original_input(linear: torch.nn.Module) -> None:
+    """Make a layer of Transformer Engine keep its input for backward as it is, not an FP8 copy."""
     from megatron.core.extensions.transformer_engine import set_save_original_input
 
     set_save_original_input(linear)

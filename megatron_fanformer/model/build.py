@@ -62,7 +62,7 @@ def transformer_config(
         recompute_granularity=parallel.recompute_granularity,
         recompute_method=parallel.recompute_method,
         recompute_num_layers=parallel.recompute_num_layers,
-        recompute_modules=[module for module in parallel.recompute_modules if module != "fan"],  # the layer spec has it
+        recompute_modules=[module for module in parallel.recompute_modules if module != "fan"],  # the layer spec does
         gradient_accumulation_fusion=bool(kernels.gradient_accumulation_fusion) and grid.has_fused_gradient_kernel,
         # The Engine's kernel, with the angles in float32. megatron-core's other fusions are for layers that this model
         # does not have: megatron-core's softmax, apex's norms, bias and dropout.
@@ -94,14 +94,13 @@ def _pipeline_fields(parallel: ParallelConfig, grid: RankGrid) -> dict[str, Any]
         "deallocate_pipeline_outputs": not is_interleaved or grid.backend != "gloo",
         "overlap_p2p_comm": is_interleaved,
         "batch_p2p_comm": not is_interleaved,
-        # True waits for the device after every exchange, against a race in torch before August 2022
-        # (pytorch/pytorch#82450).
+        # True waits for the device after every exchange: torch before August 2022 had a race (pytorch/pytorch#82450).
         "batch_p2p_sync": False,
     }
 
 
 def _stage_sizes(parallel: ParallelConfig) -> dict[str, Any]:
-    """Return the fields that state how many layers the stages have, if they are not equal."""
+    """Return the fields that state how many layers the stages have; all are None if every stage has as many."""
     text = parallel.pipeline_model_parallel_layout
     return {
         # Parsed and written again, because megatron-core stops reading at a space.
@@ -112,7 +111,7 @@ def _stage_sizes(parallel: ParallelConfig) -> dict[str, Any]:
 
 
 def _fp8_fields(precision: PrecisionConfig) -> dict[str, Any]:
-    """Return the fields of FP8, which megatron-core has by the same names; none without FP8."""
+    """Return the fields of FP8, which have the same names in megatron-core; an empty dict without FP8."""
     fields = {} if precision.fp8 is None else dataclasses.asdict(precision)
     return {name: fields[name] for name in fields.keys() - {"dtype", "grad_reduce_in_fp32", "fp8_fan"}}
 
@@ -122,7 +121,7 @@ def _no_initialization(_weight: torch.Tensor) -> None:
 
 
 def stage_class() -> type[Stage]:
-    """Return the stage of the newest model class that the installed megatron-core has."""
+    """Return the class of stages that are made of the newest model class in the installed megatron-core."""
     if HAS_HYBRID_MODEL:
         from megatron_fanformer.model.hybrid_spec import HybridStage
 
@@ -150,7 +149,7 @@ def build_stages(
         stage_type: None: `stage_class()`.
         z_loss_coefficient: see `LossHead.take_over`.
 
-    Raises InputError if there is a z-loss, and the last stage has another head than `LossHead`.
+    Raises InputError if there is a z-loss, and the last stage's head is not a `LossHead`.
     """
     precision, stage_type = precision or PrecisionConfig(), stage_type or stage_class()
     implementation = resolve_transformer_impl(kernels.transformer_impl)
@@ -166,7 +165,9 @@ def build_stages(
     chunks = []
     for layers in _layers_of_chunks(model, parallel, grid, implementation, fp8_fan=precision.fp8_fan):
         chunk = _build_chunk(stage_type, layers, model, parallel, grid, config)
-        chunk.token_columns = min(max(model.vocab_size - grid.groups.tp.rank() * columns, 0), columns)
+        chunk.token_columns = min(
+            max(model.vocab_size - grid.groups.tp.rank() * columns, 0), columns
+        )  # the rest is padding
         if chunk.post_process:
             _set_loss_head(chunk, columns, kernels, z_loss_coefficient, grid)
         if grid.device != "cpu":
@@ -183,7 +184,7 @@ def build_stages(
 def _layers_of_chunks(
     model: FANformerConfig, parallel: ParallelConfig, grid: RankGrid, implementation: LayerImpl, *, fp8_fan: bool
 ) -> list[Layers]:
-    """Return what `_build_chunk` needs to know of the layers, for each chunk of this rank's stage."""
+    """Return the layers of each chunk of this rank's stage."""
     spec = layer_spec(
         model.fan,
         implementation,
@@ -225,14 +226,14 @@ def _build_chunk(
         pg_collection=groups,
         vp_stage=layers.chunk if parallel.virtual_stages > 1 else None,
     )
-    if model.rope_scaling.is_scaled:  # megatron-core computes all angles from these, in every layout and cache
+    if model.rope_scaling.is_scaled:  # in every layout and cache megatron-core computes all angles from `inv_freq`
         rotary = chunk.rotary_pos_emb
         rotary.inv_freq = model.rope_scaling.frequencies(model.rotary_base, model.kv_channels).to(rotary.inv_freq)
     return chunk
 
 
 def _set_loss_head(stage: Any, columns: int, kernels: KernelsConfig, z_loss_coefficient: float, grid: RankGrid) -> None:
-    """Make the configured loss head of a stage's output layer; raises as `build_stages` says."""
+    """Turn a stage's output layer into the configured loss head, in place; raises as `build_stages` says."""
     head = stage.output_layer
     if kernels.chunked_loss_head:
         tokens = kernels.loss_chunk_tokens(columns, stage.config.params_dtype.itemsize, on_cpu=grid.device == "cpu")
@@ -270,9 +271,9 @@ def draw_weight(config: FANformerConfig, name: str, shape: tuple[int, ...], gene
 
 
 def initial_std(config: FANformerConfig, name: str) -> float:
-    """Return the standard deviation of an initial matrix; that of maps back to the residual stream falls with depth."""
-    input_widths = {"linear_proj.weight": config.hidden_size, "linear_fc2.weight": config.ffn_hidden_size}
-    width = next((width for ending, width in input_widths.items() if name.endswith(ending)), None)
+    """Return the standard deviation of initial weights; of the maps back to the residual stream it falls with depth."""
+    maps_back = {"linear_proj.weight": config.hidden_size, "linear_fc2.weight": config.ffn_hidden_size}  # input widths
+    width = next((width for ending, width in maps_back.items() if name.endswith(ending)), None)
     if width is None:
         return (1 / config.hidden_size) ** 0.5
     match = _LAYER.search(name)

@@ -46,7 +46,7 @@ class FANConfig:
         return self.p_ratio if self.v_p_ratio is None else self.v_p_ratio
 
     def outputs(self, hidden_size: int, value_size: int) -> list[tuple[int, float]]:
-        """Return the width and the p_ratio of each output of attention's FAN map: X_F, and values if FAN makes them."""
+        """Return (width, p_ratio) of each output of attention's FAN map: X_F, and the values if FAN makes them."""
         return PLACEMENTS[self.placement].outputs(self, hidden_size, value_size)
 
     def problems(self) -> list[str]:
@@ -99,11 +99,11 @@ class FANformerConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "FANformerConfig":
-        """Return the configuration that `dataclasses.asdict` turned into `values`, as checkpoints store it.
+        """Return the configuration with these values, which `dataclasses.asdict` made, and a checkpoint stored.
 
-        Raises InputError, with one line for each problem, if no model can be built from them.
+        Raises InputError, with one line for each problem, if no model can be built from the values.
         """
-        from megatron_fanformer.configuration import build  # stock Megatron-LM imports this module without it
+        from megatron_fanformer.configuration import build  # here: beside stock Megatron-LM, msgspec may be missing
 
         config = build(values, cls, "model.")
         if problems := config.problems():
@@ -184,10 +184,10 @@ class FANformerConfig:
     def problems(self) -> list[str]:
         """Return the rules that this shape breaks, one line each; an empty list if it can be built."""
         sizes = [name for name, kind in type(self).__annotations__.items() if kind is int]
-        too_large = f"be at most {LARGEST_SIZE}, beyond which no tensor's bytes can be counted"
+        at_most = f"be at most {LARGEST_SIZE}, beyond which no tensor's bytes can be counted"
         problems = [
             *broken_fields("model", self, "be at least 1", lambda value: value < 1, *sizes),
-            *broken_fields("model", self, too_large, lambda value: value > LARGEST_SIZE, *sizes, "num_query_groups"),
+            *broken_fields("model", self, at_most, lambda value: value > LARGEST_SIZE, *sizes, "num_query_groups"),
             *broken_fields("model", self, "be at least 1, or null", lambda value: value < 1, "num_query_groups"),
         ]
         if problems:  # the rules between fields need sound sizes
@@ -207,26 +207,24 @@ class FANformerConfig:
                 f"model.num_query_groups {self.query_groups} does not divide model.num_attention_heads "
                 f"{self.num_attention_heads}; choose a divisor"
             )
-        problems += broken_fields(
-            "model", self, "lie in [0, 1]", lambda value: not 0 <= value <= 1, "layernorm_epsilon"
-        )
+        problems += broken_fields("model", self, "lie in [0, 1]", lambda eps: not 0 <= eps <= 1, "layernorm_epsilon")
         if self.rope_scaling.rope_type == "yarn" and self.rotary_base == 1:
             problems.append("model.rotary_base is 1, by which yarn cannot tell frequencies apart; raise it")
         return problems + self.rope_scaling.problems() + self.fan.problems()
 
 
 def p_ratio_of(periodic_size: int, hidden_size: int) -> float:
-    """Return the p_ratio that gives `periodic_size` rows: the quotient, or the next float if that rounds too low."""
+    """Return the p_ratio that gives `periodic_size` rows: the quotient, or the next float if it gives a row too few."""
     p_ratio = periodic_size / hidden_size
     return p_ratio if int(p_ratio * hidden_size) == periodic_size else math.nextafter(p_ratio, 1.0)
 
 
 def nearest_p_ratio(p_ratio: float, width: int, ranks: int) -> float | None:
-    """Return the nearest p_ratio by which the rows for that width divide over the ranks; None if there is none."""
+    """Return the nearest p_ratio for which the ranks can share a map to that width evenly; None if there is none."""
     if width % ranks:
         return None
-    largest = width // 2 // ranks * ranks
-    return p_ratio_of(min(round(int(p_ratio * width) / ranks) * ranks, largest), width)
+    periodic = round(int(p_ratio * width) / ranks) * ranks
+    return p_ratio_of(min(periodic, width // 2 // ranks * ranks), width)  # p_ratio is at most 0.5
 
 
 def as_transformer(config: FANformerConfig) -> FANformerConfig:
@@ -238,10 +236,10 @@ def with_same_parameters(config: FANformerConfig, multiple: int = FFN_MULTIPLE) 
     """Return the model with d_ff changed so that it has as many parameters as the Transformer of its original shape.
 
     At p_ratio 0.25 the 1B model goes from 8192 to the paper's 7680. At placement `ffn` d_ff grows: two FAN layers have
-    fewer weights than a SwiGLU of the same d_ff. The result is rounded to a multiple of `multiple`.
+    fewer weights than a SwiGLU of the same d_ff. d_ff is rounded to a multiple of `multiple`.
     """
     transformer, placement = as_transformer(config), config.placement
-    missing = transformer.placement.parameters(transformer) - placement.parameters(config)
+    missing = transformer.placement.parameters(transformer) - placement.parameters(config)  # in each layer
     exact = config.ffn_hidden_size + missing / placement.parameters_per_ffn_unit(config)
     return dataclasses.replace(config, ffn_hidden_size=max(1, round(exact / multiple)) * multiple)
 
@@ -362,7 +360,7 @@ class KernelsConfig:
     Transformer Engine's layers or apex's `fused_weight_gradient_mlp_cuda`."""
 
     def loss_chunk_tokens(self, logit_columns: int, element_bytes: int, *, on_cpu: bool) -> int:
-        """Return the tokens per chunk of the loss head, for the columns of logits on one rank and bytes of a logit."""
+        """Return how many tokens the loss head takes at a time; `logit_columns` are those of one rank."""
         if self.loss_head_chunk_tokens is not None:
             return self.loss_head_chunk_tokens
         tokens = (LOGITS_BYTES_ON_CPU if on_cpu else LOGITS_BYTES_ON_GPU) // (logit_columns * element_bytes)

@@ -11,8 +11,8 @@ with GELU on g1 and g2 in the original FAN (`activation: gelu`).
 
 cos, sin and GELU act on single features: a tensor parallel rank that owns P1/T periodic and G1/T linear rows of W1
 computes their features of x1 by itself, and owns W2's columns for these features. The ranks' products with W2 are
-summed before cos and sin: the sum is of p2 | g2, (1 - p_ratio) h wide, where a Transformer sums h. It is an all-reduce,
-or under sequence parallelism a reduce-scatter, after which each rank activates its part of the sequence.
+summed before cos and sin: the sum is of p2 | g2, (1 - p_ratio) h wide, where a Transformer sums h. That is done by an
+all-reduce, or under sequence parallelism by a reduce-scatter; then each rank activates its part of the sequence.
 
 Shapes: s sequence, b micro batch, T tensor parallel ranks, h hidden size, f width of x1.
 """
@@ -50,7 +50,7 @@ def already_activated(x: Tensor) -> Tensor:
 
 
 class _FANLayer:
-    """A mix-in before one of megatron-core's linear maps among a class's bases: makes a FAN layer of it."""
+    """A mix-in, inherited before one of megatron-core's linear maps, of which it makes a FAN layer."""
 
     divides_rows: ClassVar[bool]
     """Whether tensor parallel ranks divide the rows of the map; otherwise they divide the columns."""
@@ -70,7 +70,7 @@ class _FANLayer:
         self.shard = FANShard.of_rank(tp_group.rank(), tp_group.size(), [x1])
         # A rank activates its own part of x1, or the summed p2 | g2: either way nothing is gathered.
         local_output = self.shard.outputs[0] if self.divides_rows else output
-        self.activation = Activation(FANShard(1, 0, (local_output,)), None, fan.activation == "gelu")
+        self.activation = Activation(FANShard(1, 0, (local_output,)), None, fan.activation == "gelu")  # as on one rank
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """Return the features [cos p, sin p, g]; the None says that no bias is left to add."""
@@ -80,7 +80,7 @@ class _FANLayer:
 
 
 class FANColumnParallelLinear(_FANLayer, ColumnParallelLinear):
-    """x [s, b, h] (of all ranks, if the sequence is sharded) -> this rank's features of x1 [s, b, f / T]."""
+    """x [s, b, h] (under sequence parallelism gathered from all ranks) -> this rank's features of x1 [s, b, f / T]."""
 
     divides_rows = True
 
@@ -100,7 +100,7 @@ class FANRowParallelLinear(_FANLayer, RowParallelLinear):
     divides_rows = False
 
     def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the rank's columns as parts of the whole matrix, for [cos p1, sin p1, g1] in every layout."""
+        """Return the rank's columns as parts of the whole matrix, which reads [cos p1, sin p1, g1] in this order."""
         state: dict[str, Any] = super().sharded_state_dict(prefix, *args, **kwargs)
         if self.shard.ranks > 1:
             key = f"{prefix}weight"

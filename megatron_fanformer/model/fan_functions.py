@@ -17,8 +17,6 @@ from torch import Tensor
 from megatron_fanformer.model.local_layers import weight_gradient
 from megatron_fanformer.ops import fan_activation
 
-# -- rows
-
 
 class FANOutput(NamedTuple):
     """How many rows of a FAN map make one of its outputs [cos p, sin p, g]."""
@@ -44,9 +42,9 @@ class FANOutput(NamedTuple):
 
 
 class RowRange(NamedTuple):
-    """A run of rows that one rank has of a FAN map, and its place in the whole map, [p | g] of one output.
+    """Consecutive rows of a FAN map on one rank, and their place in the whole map, [p | g] of one output.
 
-    Or a run of features that the rank computes from these rows, and its place in the whole output [cos p, sin p, g].
+    Or consecutive features that the rank computes from its rows, and their place in the whole output [cos p, sin p, g].
     """
 
     output: int
@@ -56,7 +54,7 @@ class RowRange(NamedTuple):
     """Exclusive; `start` and `end` count over all outputs of the rank."""
     whole_start: int
     whole: int
-    """Number of rows, or features, of the whole."""
+    """Number of rows, or features, of the whole, in which the range starts at `whole_start`."""
 
 
 class FANShard(NamedTuple):
@@ -83,12 +81,12 @@ class FANShard(NamedTuple):
 
     @property
     def rows(self) -> list[int]:
-        """Rows of each output on this rank."""
+        """Number of rows of each output on this rank."""
         return [output.rows for output in self.outputs]
 
-    def whole(self, output: int) -> FANOutput:
-        """Return the rows of an output on all ranks together."""
-        return FANOutput(*(self.ranks * rows for rows in self.outputs[output]))
+    def whole(self, number: int) -> FANOutput:
+        """Return the rows of output number `number` on all ranks together."""
+        return FANOutput(*(self.ranks * rows for rows in self.outputs[number]))
 
     def row_ranges(self) -> list[RowRange]:
         """Return this rank's rows with their places in the whole map of each output."""
@@ -99,15 +97,18 @@ class FANShard(NamedTuple):
         return self._ranges([(periodic, periodic, linear) for periodic, linear in self.outputs])
 
     def _ranges(self, outputs: Sequence[tuple[int, ...]]) -> list[RowRange]:
-        """Return the places of runs, given their sizes in each output: the i-th runs of all ranks lie side by side."""
+        """Return the ranges of the parts of each output, given a rank's sizes of the parts, as (P / T, G / T).
+
+        In the whole, each part is that of rank 0, then that of rank 1, ...; then comes the next part.
+        """
         ranges, start = [], 0
         for number, sizes in enumerate(outputs):
-            whole_start = 0  # of the i-th runs of all ranks
+            part_start = 0  # of all ranks' part, in the whole
             for size in sizes:
-                rank_start = whole_start + self.rank * size
-                ranges.append(RowRange(number, start, start + size, rank_start, self.ranks * sum(sizes)))
+                whole_start = part_start + self.rank * size
+                ranges.append(RowRange(number, start, start + size, whole_start, self.ranks * sum(sizes)))
                 start += size
-                whole_start += self.ranks * size
+                part_start += self.ranks * size
         return [range_ for range_ in ranges if range_.end > range_.start]
 
 
@@ -128,7 +129,7 @@ class Exchanged(NamedTuple):
 
 
 class Activation(NamedTuple):
-    """Computes the whole outputs [cos p, sin p, g] on each rank from the p | g of all ranks, and gradients back."""
+    """Computes, on each rank, the whole outputs [cos p, sin p, g] from all ranks' p | g, and the gradient of p | g."""
 
     shard: FANShard
     group: dist.ProcessGroup | None
@@ -149,13 +150,13 @@ class Activation(NamedTuple):
         return Exchanged(gathered_tsbk, work)
 
     def activate(self, pre_tsbk: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Return the outputs [s, b, w], and for each one g [n, v] if the gradient of a GELU needs it, else None."""
+        """Return the outputs [s, b, w], and of each output g [n, v] if the gradient of a GELU needs g, else None."""
         pre_tnk = pre_tsbk.flatten(1, 2)
-        form = fan_activation.implementation_for(pre_tnk)
+        activate = fan_activation.implementation_for(pre_tnk).activate  # writes an output, and returns its g
         outputs, kept_g = [], []
         for number, pre_tnr in enumerate(pre_tnk.split(self.shard.rows, dim=-1)):
             output = pre_tsbk.new_empty(*pre_tsbk.shape[1:3], self.shard.whole(number).width)
-            kept_g.append(form.activate(pre_tnr, output.flatten(0, 1), self.shard.outputs[number].periodic, self.gelu))
+            kept_g.append(activate(pre_tnr, output.flatten(0, 1), self.shard.outputs[number].periodic, self.gelu))
             outputs.append(output)
         return outputs, kept_g
 
@@ -164,14 +165,14 @@ class Activation(NamedTuple):
     ) -> Tensor:
         """Return the gradient of p | g of all ranks, [t, s, b, k]: d p = d sin p * cos p - d cos p * sin p.
 
-        `outputs` and `kept_g` are what `activate` returned. `grads` are this rank's part of the outputs' gradients, and
-        so is the result: it must be summed over the ranks.
+        `outputs` and `kept_g` are what `activate` returned. `grads` are the terms that this rank adds to the outputs'
+        gradients; so the result, too, must be summed over the ranks.
         """
         grad_pre_tsbk = grads[0].new_empty(self.shard.ranks, *grads[0].shape[:2], sum(self.shard.rows))
-        form = fan_activation.implementation_for(grad_pre_tsbk)
-        parts = grad_pre_tsbk.flatten(1, 2).split(self.shard.rows, dim=-1)
+        implementation = fan_activation.implementation_for(grad_pre_tsbk)
+        parts = grad_pre_tsbk.flatten(1, 2).split(self.shard.rows, dim=-1)  # one of each output, written below
         for output, grad, g_nv, part, rows in zip(outputs, grads, kept_g, parts, self.shard.outputs, strict=True):
-            form.differentiate(output.flatten(0, 1), grad.flatten(0, 1), g_nv, part, rows.periodic)
+            implementation.differentiate(output.flatten(0, 1), grad.flatten(0, 1), g_nv, part, rows.periodic)
         return grad_pre_tsbk
 
     def reduce_scatter(self, grad_pre_tsbk: Tensor) -> Exchanged:
@@ -186,7 +187,7 @@ class Activation(NamedTuple):
 class FANActivation(torch.autograd.Function):
     """This rank's p | g -> the whole outputs [cos p, sin p, g]; the gradient is summed over the ranks once.
 
-    Backward takes cos p and sin p from the outputs, which the next layer keeps anyway, and g if it has a GELU.
+    Backward takes cos p and sin p from the outputs, which the next layer keeps anyway. Only a GELU needs g kept.
     """
 
     @staticmethod
@@ -208,16 +209,16 @@ class FANActivation(torch.autograd.Function):
 class FANActivationAndProduct(torch.autograd.Function):
     """`FANActivation`, and the product of its first output, X_F, with a weight.
 
-    It is one function because of the order in backward: the gradient of p | g needs only the product's input gradient,
-    so it is summed over the ranks while the weight's gradient is computed. If the outputs are recomputed, only this
-    rank's p | g is kept; backward gathers it again while it computes the product's input gradient.
+    The two are one function because of the order in backward: the gradient of p | g needs only the product's input
+    gradient, so the ranks sum it while they compute the weight's gradient. If the outputs are recomputed, only this
+    rank's p | g is kept; backward gathers all ranks' p | g again while it computes the product's input gradient.
     """
 
     @staticmethod
     def forward(
         ctx: Any, pre_sbk: Tensor, weight_oh: Tensor, activation: Activation, fuses_accumulation: bool
     ) -> tuple[Tensor, ...]:
-        """Return the product [s, b, o], and all outputs [s, b, w]; the first one, X_F [s, b, h], has no gradient."""
+        """Return the product [s, b, o], and all outputs [s, b, w]; callers cannot differentiate X_F, the first one."""
         outputs, kept_g = activation.activate(activation.gather(pre_sbk).wait())
         ctx.save_for_backward(weight_oh, *((pre_sbk,) if activation.recompute else (*outputs, *kept_g)))
         ctx.activation, ctx.fuses_accumulation = activation, fuses_accumulation
@@ -229,13 +230,14 @@ class FANActivationAndProduct(torch.autograd.Function):
     def backward(
         ctx: Any, grad_sbo: Tensor, _grad_x_f: None, *grads: Tensor
     ) -> tuple[Tensor, Tensor | None, None, None]:
-        """Return the gradients of this rank's p | g and of the weight; the loss must depend on every output."""
+        """Return the gradients of this rank's p | g and of the weight; the loss must depend on every output but X_F."""
         activation: Activation = ctx.activation
         weight_oh, *kept = ctx.saved_tensors
-        outputs, kept_g = kept[: 1 + len(grads)], kept[1 + len(grads) :]
-        gathered = activation.gather(kept[0]) if activation.recompute else None
+        gathered = activation.gather(kept[0]) if activation.recompute else None  # then only p | g is kept
         grad_x_f = grad_sbo.matmul(weight_oh)
-        if gathered is not None:
+        if gathered is None:
+            outputs, kept_g = kept[: 1 + len(grads)], kept[1 + len(grads) :]
+        else:
             outputs, kept_g = activation.activate(gathered.wait())
         grad_pre = activation.reduce_scatter(activation.differentiate(outputs, kept_g, [grad_x_f, *grads]))
         del grad_x_f, gathered  # their memory is free while the weight's gradient is computed

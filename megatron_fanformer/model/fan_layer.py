@@ -57,9 +57,9 @@ class FANOptions(NamedTuple):
 class FANProjection(MegatronModule):
     """X [s, b, h] -> X_F [s, b, h] (and the values [s, b, v] at placement `qk_and_v`).
 
-    In the `column` form every rank has the whole outputs, and must pass in its own part of their gradients: the next
-    layer must not sum them (see `ActivatedColumnParallelLinear`). Under sequence parallelism X is this rank's part of
-    the sequence, which the map gathers. In the `sequence` form input and outputs are this rank's part of the sequence.
+    In the `column` form every rank has the whole outputs, and the gradient of p | g is summed over the ranks: the next
+    layer must not sum its input gradient (see `ActivatedColumnParallelLinear`). Under sequence parallelism X is this
+    rank's part of the sequence, and the map gathers X. In the `sequence` form X and the outputs are such parts.
 
     Args:
         linear: builds the linear map, column parallel or replicated to suit the form, with the input norm fused or not.
@@ -75,15 +75,15 @@ class FANProjection(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         fan, form, recompute = options
-        outputs = fan.outputs(config.hidden_size, config.num_query_groups * config.kv_channels)
+        value_size = config.num_query_groups * config.kv_channels
+        outputs = [FANOutput.of_width(*output) for output in fan.outputs(config.hidden_size, value_size)]
         rank, ranks = (tp_group.rank(), tp_group.size()) if form == "column" else (0, 1)  # `sequence`: the whole map
-        self.shard = FANShard.of_rank(rank, ranks, [FANOutput.of_width(*output) for output in outputs])
+        self.shard = FANShard.of_rank(rank, ranks, outputs)
         self.activation = Activation(self.shard, tp_group, fan.activation == "gelu", recompute)
         self._checkpoint: CheckpointWithoutOutput | None = None
-        rows = sum(self.shard.whole(number).rows for number in range(len(self.shard.outputs)))
         self.linear = linear(
             config.hidden_size,
-            rows,
+            sum(output.rows for output in outputs),
             config=config,
             init_method=config.init_method,
             gather_output=False,
@@ -99,7 +99,7 @@ class FANProjection(MegatronModule):
         pre_sbk = self.pre_activation(x_sbh)
         if not (self.activation.recompute and torch.is_grad_enabled()):
             return self._activate(pre_sbk)
-        self._checkpoint = CheckpointWithoutOutput(fp8=None)  # its function has no FP8
+        self._checkpoint = CheckpointWithoutOutput(fp8=None)  # `_activate` has no FP8
         outputs: tuple[Tensor, ...] = self._checkpoint.checkpoint(self._activate, pre_sbk)
         return outputs
 
@@ -108,7 +108,7 @@ class FANProjection(MegatronModule):
         return outputs
 
     def discard(self, product: Tensor) -> None:
-        """Free the outputs, if recomputed, until backward has the gradient of `product`, which was made from X_F."""
+        """If `recompute` is set, free the outputs until backward has the gradient of `product`, a product of X_F."""
         if self._checkpoint is not None:
             self._checkpoint.discard_output_and_register_recompute(product)
             self._checkpoint = None
@@ -134,7 +134,7 @@ class FANProjection(MegatronModule):
 
 
 def without_sequence_parallel(config: TransformerConfig) -> TransformerConfig:
-    """Return a copy for the layer after FAN: every rank has its whole input, so it must not gather the sequence."""
+    """Return a copy for the layer after FAN, which must not gather the sequence: every rank has its whole input."""
     config = copy.copy(config)
     config.sequence_parallel = False
     return config
@@ -169,14 +169,14 @@ class ActivatedColumnParallelLinear(ColumnParallelLinear):
 def whole_tensor_factory(
     sharded: ShardedTensor, names: Sequence[str], ranges: Sequence[RowRange], dim: int = 0
 ) -> ShardedTensorFactory:
-    """Return a factory that saves a rank's parameter as ranges of whole tensors, and joins these when it is loaded.
+    """Return a factory that saves a rank's parameter as ranges of whole tensors, and joins the ranges when loading.
 
     Args:
-        names: how the key of each output's whole tensor ends; the parameter's own key ends as the first one.
-        ranges: one after the other, all of the parameter.
+        names: how the key of each output's whole tensor ends; the parameter's own key ends with the first name.
+        ranges: the whole parameter, one range after the other.
         dim: 0 for ranges of rows, 1 for ranges of columns.
     """
-    axis = sharded.prepend_axis_num  # stock Megatron stacks the layers of a kind along an axis in front
+    axes_before = sharded.prepend_axis_num  # 1 in stock Megatron, which stacks layers along an axis in front; else 0
 
     @torch.no_grad()
     def build(key: str, tensor: Tensor, replica_id: Any, _flattened_range: Any) -> list[ShardedTensor]:
@@ -184,8 +184,8 @@ def whole_tensor_factory(
         shards = []
         for output, start, end, whole_start, whole in ranges:
             global_offset, global_shape = list(sharded.global_offset), list(sharded.global_shape)
-            global_offset[axis + dim], global_shape[axis + dim] = whole_start, whole
-            data = tensor.narrow(dim, start, end - start)[(None,) * axis]
+            global_offset[axes_before + dim], global_shape[axes_before + dim] = whole_start, whole
+            data = tensor.narrow(dim, start, end - start)[(None,) * axes_before]
             shards.append(
                 replace(
                     sharded,
@@ -204,6 +204,6 @@ def whole_tensor_factory(
 
     @torch.no_grad()
     def merge(parts: list[Tensor]) -> Tensor:
-        return torch.cat([part.flatten(0, axis) for part in parts], dim)
+        return torch.cat([part.flatten(0, axes_before) for part in parts], dim)
 
     return ShardedTensorFactory(sharded.key, sharded.data, build, merge, sharded.replica_id)

@@ -29,7 +29,7 @@ from megatron_fanformer.model.stages import Layers, Stage
 
 
 def stack_spec(fan: FANConfig | None = None, transformer_impl: TransformerImpl = "auto", **options: Any) -> ModuleSpec:
-    """Return a stack whose `*` and `-` are the two halves of the layer by `layer_spec`, with the same arguments."""
+    """Return a stack whose `*` and `-` are the two halves of the layer that `layer_spec` returns for the arguments."""
     layer = layer_spec(fan, transformer_impl, **options).submodules
     renamed = layer.sharded_state_dict_keys_map
     attention = TransformerLayerSubmodules(
@@ -59,17 +59,14 @@ class _LocalStack(HybridStack):
     """A HybridStack with the local layers' final norm, for stock Megatron-LM without the Engine."""
 
     def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any) -> None:
-        super().__init__(config, *arguments, post_layer_norm=False, **options)
-        self.post_layer_norm = True
+        super().__init__(config, *arguments, post_layer_norm=False, **options)  # without the Engine's norm
+        self.post_layer_norm = True  # so that forward applies `final_norm`
         if self.post_process:
             self.final_norm = final_norm("local")(config, config.hidden_size, config.layernorm_epsilon)
 
 
 fanformer_stack_spec = stack_spec()
 """The paper's layers, for `--spec` of stock Megatron-LM with `--hybrid-layer-pattern`."""
-
-
-# -- our pipeline stage
 
 
 class HybridStage(Stage, HybridModel):
@@ -79,15 +76,15 @@ class HybridStage(Stage, HybridModel):
 
     @staticmethod
     def arguments(layers: Layers) -> dict[str, Any]:
-        """Return the pattern of the whole model, in which megatron-core finds this chunk's segment, and the stack."""
-        pattern = Symbols.PIPE.join(Symbols.ATTENTION * number for chunk in layers.segments for number in chunk)
+        """Return the stack, and the pattern of the whole model, in which megatron-core finds this chunk's segment."""
+        pattern = Symbols.PIPE.join(Symbols.ATTENTION * count for counts in layers.segments for count in counts)
         submodules = HybridStackSubmodules(attention_layer=layers.spec)
         stack = ModuleSpec(module=Stack, submodules=submodules, params={"final_norm": layers.final_norm})
         return {"hybrid_stack_spec": stack, "hybrid_layer_pattern": pattern}
 
 
 class Stack(HybridStack):
-    """A HybridStack with any final norm (megatron-core's is the Engine's), under GPTModel's name for it."""
+    """A HybridStack with any final norm (megatron-core's is the Engine's), under GPTModel's name of the norm."""
 
     def __init__(
         self, config: TransformerConfig, submodules: Any, *, final_norm: Any, post_process: bool = True, **options: Any

@@ -44,7 +44,8 @@ def transformer_engine_problem() -> str | None:
         # HAVE_TE is also false if one of the Engine's dependencies is missing: this import names it.
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:  # a broken installation raises whatever its libraries raise
-        if not (isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("transformer_engine")):
+        is_absent = isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("transformer_engine")
+        if not is_absent:
             return f"it does not import ({type(error).__name__}: {error})"
     return "it is not installed"
 
@@ -103,26 +104,26 @@ def layer_spec(
     fan = fan or FANConfig()
     placement = PLACEMENTS[fan.placement]
     if resolve_transformer_impl(transformer_impl) == "local":
-        maps, norm, layer = _local_parts(fan, fan_form)
+        maps, norm, other_submodules = _local_parts(fan, fan_form)
     else:
-        maps, norm, layer = _engine_parts(fan, fan_form, fp8_fan, exchanges_heads=heads_over is not None)
-    module, submodules = placement.attention()
+        maps, norm, other_submodules = _engine_parts(fan, fan_form, fp8_fan, exchanges_heads=heads_over is not None)
+    attention_class, submodules_class = placement.attention()
     params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal}
     if placement.is_in_attention:
         params["fan"] = FANOptions(fan, fan_form, recompute_fan)
     else:
-        del maps["fan_linear"]
+        del maps["fan_linear"]  # an attention without FAN has no submodule of this name
     if heads_over is not None:
-        module, params = exchanging_heads(module), {**params, "context_group": heads_over}
+        attention_class, params = exchanging_heads(attention_class), {**params, "context_group": heads_over}
     head_norm = norm if qk_layernorm else None
-    attention = submodules(q_layernorm=head_norm, k_layernorm=head_norm, **maps)
+    submodules = submodules_class(q_layernorm=head_norm, k_layernorm=head_norm, **maps)
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            self_attention=ModuleSpec(module=module, params=params, submodules=attention),
+            self_attention=ModuleSpec(module=attention_class, params=params, submodules=submodules),
             self_attn_bda=get_bias_dropout_add,
             mlp_bda=get_bias_dropout_add,
-            **layer,
+            **other_submodules,
         ),
     )
 
@@ -137,7 +138,7 @@ def final_norm(transformer_impl: LayerImpl) -> Any:
 
 
 Parts = tuple[dict[str, Any], type[torch.nn.Module], dict[str, Any]]
-"""The linear maps and core attention of self-attention; the class of norms; the other submodules of the layer."""
+"""The linear maps and core attention of self-attention; the class of norms; the layer's submodules but attention."""
 
 
 def _local_parts(fan: FANConfig, fan_form: FANForm) -> Parts:
@@ -151,9 +152,9 @@ def _local_parts(fan: FANConfig, fan_form: FANForm) -> Parts:
         "linear_proj": RowParallelLinear,
     }
     backend = placement.mlp_backend(fan)
+    # Despite its name, this flag of megatron-core takes the backend's activation, which is SwiGLU.
     mlp = get_mlp_module_spec_for_backend(backend=backend, use_te_activation_func=not placement.has_fan_mlp)
-    layer = {"input_layernorm": RMSNorm, "pre_mlp_layernorm": RMSNorm, "mlp": mlp}
-    return maps, RMSNorm, layer
+    return maps, RMSNorm, {"input_layernorm": RMSNorm, "pre_mlp_layernorm": RMSNorm, "mlp": mlp}
 
 
 def _engine_parts(fan: FANConfig, fan_form: FANForm, fp8_fan: bool, *, exchanges_heads: bool) -> Parts:
@@ -190,9 +191,9 @@ def _engine_parts(fan: FANConfig, fan_form: FANForm, fp8_fan: bool, *, exchanges
         "core_attention": te_layers.PartOfHeadsTEDotProductAttention if exchanges_heads else TEDotProductAttention,
         "linear_proj": TERowParallelLinear,
     }
-    # Norms inside maps get the names of the local layer's norms in checkpoints.
+    # In checkpoints, norms inside maps have the names of the local layer's norms.
     normed_map = "fan.linear" if placement.is_in_attention else "linear_qkv"
-    layer = {
+    other_submodules = {
         "input_layernorm": TENorm if is_sequence else IdentityOp,
         "pre_mlp_layernorm": IdentityOp,
         "mlp": get_mlp_module_spec_for_backend(backend=TESpecProvider()),
@@ -201,7 +202,7 @@ def _engine_parts(fan: FANConfig, fan_form: FANForm, fp8_fan: bool, *, exchanges
             "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
         },
     }
-    return maps, TENorm, layer
+    return maps, TENorm, other_submodules
 
 
 fanformer_layer_spec = layer_spec()

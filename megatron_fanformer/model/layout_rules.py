@@ -21,28 +21,28 @@ def layout_problems(model: FANformerConfig, parallel: ParallelConfig) -> list[st
 
 
 def _tensor_problems(model: FANformerConfig, tp_size: int) -> Iterator[str]:
-    size = f"parallel.tensor_model_parallel_size {tp_size}"
+    stated_size = f"parallel.tensor_model_parallel_size {tp_size}"
     heads, groups = model.num_attention_heads, model.query_groups
 
     def is_valid(ranks: int) -> bool:
         has_whole_groups = groups % ranks == 0
-        # megatron-core gathers the rows of queries, keys and values from ranks that share a group, an equal part of
-        # each; values that a FAN layer makes are not gathered.
+        # Ranks that share a group each make an equal part of the rows of its queries, keys and values. megatron-core
+        # gathers the parts; it does not gather values that a FAN layer makes.
         can_share_groups = not model.placement.has_own_values and ranks % groups == 0 and model.qkv_rows % ranks == 0
         return has_whole_groups or can_share_groups
 
-    sizes = [ranks for ranks in divisors(heads) if is_valid(ranks)]
-    if tp_size not in sizes:
+    valid_sizes = [ranks for ranks in divisors(heads) if is_valid(ranks)]
+    if tp_size not in valid_sizes:
         of_groups = (
             "" if groups == heads else f", or not into whole or equally shared groups (model.num_query_groups {groups})"
         )
         yield (
-            f"{size} does not divide model.num_attention_heads {heads}{of_groups}; choose one of "
-            f"{', '.join(map(str, sizes))}"
+            f"{stated_size} does not divide model.num_attention_heads {heads}{of_groups}; choose one of "
+            f"{', '.join(map(str, valid_sizes))}"
         )
     for name in ("ffn_hidden_size", "padded_vocab_size"):
         if getattr(model, name) % tp_size:
-            yield f"{size} does not divide model.{name} {getattr(model, name)}; change one of them"
+            yield f"{stated_size} does not divide model.{name} {getattr(model, name)}; change one of them"
 
 
 def _fan_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[str]:
@@ -61,7 +61,7 @@ def _fan_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[
         linear = width - 2 * periodic
         if periodic % tp_size == 0 and linear % tp_size == 0:
             continue
-        name = "p_ratio" if getattr(model.fan, field) is None else field
+        name = "p_ratio" if getattr(model.fan, field) is None else field  # p_ratio stands in for v_p_ratio
         nearest = nearest_p_ratio(p_ratio, width, tp_size)
         remedy = (
             f"its width {width} must be a multiple of it"
@@ -83,7 +83,7 @@ def fan_recompute_problems(model: FANformerConfig, tp_size: int) -> Iterator[str
             f"{start} model.fan.placement is {placement.name}, so that there is no FAN map in front of attention to "
             f"recompute; {remedy}"
         )
-    # On one rank attention keeps the map's values anyway. X_F is freed (and a GELU's g), p | g is kept in its place.
+    # On one rank attention keeps the map's values anyway: X_F is freed (and a GELU's g), and p | g kept in their place.
     frees_only_x_f = placement.has_own_values and tp_size == 1 and model.fan.activation != "gelu"
     if frees_only_x_f and model.fan_rows >= model.hidden_size:
         yield (
@@ -103,7 +103,8 @@ def _pipeline_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iter
                 f"{model.num_layers}; change one of them"
             )
     elif layers is None and first is None and last is None:
-        rest = model.num_layers - -(-model.num_layers // stages) * (stages - 1)
+        most = -(-model.num_layers // stages)  # layers of every stage but the last
+        rest = model.num_layers - most * (stages - 1)
         uneven = f", or set parallel.num_layers_in_last_pipeline_stage to {rest}" if rest > 0 else ""
         yield (
             f"parallel.pipeline_model_parallel_size {stages} does not divide model.num_layers {model.num_layers}; "

@@ -55,7 +55,7 @@ def single_process(transformer_impl: TransformerImpl = "auto") -> Layout:
 def parse_layout(text: str, transformer_impl: TransformerImpl = "auto") -> Layout:
     """Return the layout that `text` describes; fields that it does not name are as in `single_process`.
 
-    Names are those of `parallel` and `kernels` in a configuration, or `SHORT_NAMES`, or `overlap` for both kinds.
+    Names are those of `parallel` and `kernels` in a configuration, or `SHORT_NAMES`, or `overlap` for both overlaps.
     Raises InputError, naming the text, if it cannot be read or breaks a rule.
     """
     layout = replace_fields(single_process(transformer_impl), layout_fields(text), text)
@@ -94,7 +94,7 @@ def layout_fields(text: str) -> dict[str, Any]:
 
 
 def configured_layout(parallel: ParallelConfig, kernels: KernelsConfig) -> tuple[str, Layout]:
-    """Return the text and the layout of a configuration."""
+    """Return a configuration's text, which states the fields that differ from `single_process`, and its layout."""
     single = single_process(kernels.transformer_impl)
     sections: tuple[tuple[Any, Any], ...] = ((parallel, single.parallel), (kernels, single.kernels))
     stated = {

@@ -1,6 +1,7 @@
 """The layers of the local layer spec that are this project's own, in plain torch.
 
-Shapes: s sequence, b micro batch, h hidden size, n heads of this rank, d head size.
+Shapes: s sequence, b micro batch, h hidden size, n heads of this rank, d head size, f inner size of the MLP; T tensor
+parallel ranks, C context parallel ranks.
 """
 
 import itertools
@@ -66,7 +67,7 @@ class ReplicatedLinear(MegatronModule):
         init_method(self.weight)
         self.bias = torch.nn.Parameter(torch.zeros(output_size, dtype=config.params_dtype)) if bias else None
         for parameter in self.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
+            parameter.sequence_parallel = config.sequence_parallel  # a mark: megatron-core then sums the gradients
 
     def forward(self, x_sbh: Tensor) -> tuple[Tensor, None]:
         """Map [s / T, b, h] to [s / T, b, rows]; the None says that no bias is left to add, as in Megatron's layers."""
@@ -101,8 +102,7 @@ class TorchCoreAttention(MegatronModule):
             raise ValueError(
                 f"attention_dropout is {config.attention_dropout}, but the local core attention has none; set it to 0"
             )
-        self.attn_mask_type = attn_mask_type
-        self.softmax_scale = softmax_scale
+        self.attn_mask_type, self.softmax_scale = attn_mask_type, softmax_scale
         self.cp_group = pg_collection.cp if pg_collection is not None else None
 
     def forward(
@@ -132,14 +132,14 @@ class TorchCoreAttention(MegatronModule):
         if is_context_parallel:
             return self._attend_to_whole_sequence(query, key, value)
         if not is_causal and len(query) > 1:
-            # With a filled cache megatron-core sets no mask, which is right for one query. Of several queries, each one
-            # may see the keys up to its own position.
+            # With a filled cache megatron-core sets no mask, which is right for one query. Several queries are the last
+            # positions of the keys, and each query may see the keys up to its own position.
             may_see = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device)
             return self._attend(query, key, value, attn_mask=may_see.tril(diagonal=len(key) - len(query)))
         return self._attend(query, key, value, is_causal=is_causal)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, **masking: Any) -> Tensor:
-        # Repeat heads that several queries share: with enable_gqa torch does not use its fused CPU kernel.
+        # Repeat keys and values that several queries share: with enable_gqa torch does not use its fused CPU kernel.
         repeats = query.shape[2] // key.shape[2]
         if repeats > 1:
             key, value = (x.repeat_interleave(repeats, dim=2) for x in (key, value))
@@ -149,6 +149,7 @@ class TorchCoreAttention(MegatronModule):
 
     def _attend_within(self, bounds: Tensor, *qkv: Tensor, is_causal: bool) -> Tensor:
         """Attend within each sequence between two of `bounds`; queries, keys and values [t, n, d] -> [t, n * d]."""
+        # (length, count) of neighbors of equal length
         runs = [(length, len(list(run))) for length, run in itertools.groupby(bounds.diff().tolist())]
         # Split, not sliced: backward then joins the gradients of all parts once, and adds no whole tensor per part.
         parts = zip(*(x.split([length * count for length, count in runs]) for x in qkv), strict=True)
@@ -159,7 +160,7 @@ class TorchCoreAttention(MegatronModule):
         return torch.cat(contexts)
 
     def _attend_to_whole_sequence(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return the causal attention of this rank's two chunks of the sequence; arguments [s / cp, b, n, d]."""
+        """Return causal attention for this rank's two chunks of the sequence, [s / C, b, n, d] -> [s / C, b, n * d]."""
         assert self.cp_group is not None
         size = self.cp_group.size()
         gathered = gather_from_sequence_parallel_region(torch.cat([key, value], -1), group=self.cp_group)
@@ -192,7 +193,7 @@ class RMSNorm(torch.nn.Module):
 
 
 def weight_gradient(weight_oh: Any, grad_no: Tensor, x_nh: Tensor, *, fuses_accumulation: bool) -> Tensor | None:
-    """Return the gradient of a weight; if accumulation is fused, add it to `main_grad` and return a stand-in."""
+    """Return the gradient of a weight; if accumulation is fused, add the gradient to `main_grad`, return a stand-in."""
     if not (fuses_accumulation and hasattr(weight_oh, "main_grad")):
         return grad_no.t().matmul(x_nh)
     add_product(weight_oh.main_grad, grad_no, x_nh)

@@ -39,7 +39,7 @@ class LossHead(ColumnParallelLinear):
 
     @classmethod
     def take_over(cls, output_layer: ColumnParallelLinear, chunk_tokens: int, z_loss_coefficient: float = 0.0) -> None:
-        """Make a LossHead of an output layer that megatron-core has built, unless it has another class (for FP8).
+        """Make a LossHead of an output layer that megatron-core has built, unless the layer is of a subclass (for FP8).
 
         Args:
             chunk_tokens: number of tokens in a chunk.
@@ -92,16 +92,17 @@ class LossHead(ColumnParallelLinear):
         loss_mask_sb: Tensor | None = None,
         columns: int | None = None,
     ) -> Tensor:
-        """Return the losses [s, b] of labels in float32, whose sum by the loss mask can be differentiated.
+        """Return the losses [s, b] of labels in float32; their sum, weighted by the loss mask, can be differentiated.
 
-        Backward raises RuntimeError if the losses were summed with weights in another proportion, or if they have
-        another scale and the weight's gradient is in `main_grad` already.
+        Backward raises RuntimeError if the weights in the sum are not proportional to the loss mask, or if they are not
+        equal to it and the gradient of `weight` is in `main_grad` already.
 
         Args:
             input_, weight: as in `forward`.
             loss_mask_sb: the weights of the losses in the sum; None: ones. Without gradients, losses of weight 0 are
                 not computed, and returned as 0.
-            columns: only so many of this rank's first columns have a probability; None: all.
+            columns: how many of this rank's columns stand for tokens; the padding behind them gets a probability of 0.
+                None: all.
         """
         weight = self.weight if weight is None else weight
         mask_sb = torch.ones_like(labels_sb, dtype=torch.float32) if loss_mask_sb is None else loss_mask_sb.float()
@@ -115,7 +116,7 @@ class LossHead(ColumnParallelLinear):
 def rule_out_padding(logits: Tensor, columns: int | None) -> None:
     """Give all but the first `columns` of logits [..., v] a probability of 0, in place; None changes nothing.
 
-    The value is the lowest number, not -inf: a rank may have no other columns, and softmax subtracts the largest.
+    They become the lowest number, not -inf: a rank may have padding alone, and softmax subtracts the largest logit.
     """
     if columns is not None:
         logits[..., columns:] = torch.finfo(logits.dtype).min
@@ -141,7 +142,7 @@ class _LossHeadFunction(torch.autograd.Function):
             x_sbh = gather_from_sequence_parallel_region(x_sbh, group=head.tp_group)
         x_nh = x_sbh.flatten(0, 1)
         labels_n, mask_n = labels_sb.reshape(-1), mask_sb.reshape(-1)
-        kept_n = None if is_differentiated else mask_n.nonzero().squeeze(1)  # only answers are scored
+        kept_n = None if is_differentiated else mask_n.nonzero().squeeze(1)  # the tokens whose losses are asked for
         if kept_n is not None:
             x_nh, labels_n, mask_n = x_nh[kept_n], labels_n[kept_n], mask_n[kept_n]
         losses_n = torch.empty(len(x_nh), dtype=torch.float32, device=x_nh.device)
@@ -152,8 +153,10 @@ class _LossHeadFunction(torch.autograd.Function):
         for x_ch, labels_c, mask_c, losses_c in chunks:
             logits_cv = torch.mm(x_ch, weight_vh.t(), out=buffer_cv[: len(x_ch)])
             rule_out_padding(logits_cv, columns)
-            columns_c, z_loss = labels_c - first_row, head.z_loss_coefficient  # outside [0, v) on other ranks
-            factors = write_loss_gradient(logits_cv, columns_c, losses_c, head.tp_group, is_differentiated, z_loss)
+            local_labels_c = labels_c - first_row  # labels of other ranks' columns lie outside [0, v)
+            factors = write_loss_gradient(
+                logits_cv, local_labels_c, losses_c, head.tp_group, is_differentiated, head.z_loss_coefficient
+            )
             if gradients is not None:
                 gradients.add(logits_cv, x_ch, factors.gradient * mask_c)
                 head.note_z_losses(factors.log_sum, mask_c)
@@ -167,12 +170,12 @@ class _LossHeadFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_sb: Tensor) -> Any:
-        """Return the gradients that forward computed, scaled to the gradient of the losses; raises the second time."""
+        """Return the gradients that forward computed, scaled to the gradient of the losses; raises if called twice."""
         (mask_sb,) = ctx.saved_tensors
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError("the loss head's gradient was taken already; run forward again")
-        scale = None if gradients.is_in_main_grad else _scale_of(grad_sb, mask_sb)
+        scale = None if gradients.is_in_main_grad else _scale_of(grad_sb, mask_sb)  # a sum in main_grad stays as it is
         if scale is None:
             torch._assert_async(
                 (grad_sb == mask_sb).all(),
@@ -199,15 +202,11 @@ def _scale_of(grad_sb: Tensor, mask_sb: Tensor) -> Tensor:
     return scale.float()
 
 
-# -- gradients of the hidden states and of the weight
-
-
 class _Gradients:
     """Accumulates, chunk by chunk, the gradients of the masked sum of losses for the hidden states and the weight."""
 
     def __init__(self, x_sbh: Tensor, weight_vh: Any, head: LossHead) -> None:
-        self.weight, self.head = weight_vh, head
-        self.shape = x_sbh.shape
+        self.weight, self.head, self.shape = weight_vh, head, x_sbh.shape
         tokens = x_sbh.shape[0] * x_sbh.shape[1] * (head.tp_group.size() if head.sequence_parallel else 1)
         self.x_grad_nh = torch.empty((tokens, x_sbh.shape[2]), dtype=x_sbh.dtype, device=x_sbh.device)
         self.is_in_main_grad = weight_vh.requires_grad and hasattr(weight_vh, "main_grad")
@@ -246,11 +245,11 @@ class _Gradients:
         if self._reduction is not None:
             self._reduction.wait()
             self._unreduced = None
-        x_sbh = self.x_grad_nh.view(self.shape)
+        x_grad_sbh = self.x_grad_nh.view(self.shape)
         if scale is not None:
-            x_sbh.mul_(scale)
+            x_grad_sbh.mul_(scale)
         if self.is_in_main_grad:
-            return x_sbh, stand_in(self.weight)
+            return x_grad_sbh, stand_in(self.weight)
         if self.weight_grad_vh is not None and scale is not None:
             self.weight_grad_vh.mul_(scale)
-        return x_sbh, self.weight_grad_vh
+        return x_grad_sbh, self.weight_grad_vh

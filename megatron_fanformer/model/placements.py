@@ -38,7 +38,7 @@ class LayerTensor(NamedTuple):
     """Whether a model has the tensor, if its placement has: biases and norms of heads are optional."""
 
     def rows_of_group(self, heads_of_group: int, head_size: int) -> tuple[int, ...]:
-        """Return the numbers of rows of queries, keys and values in one query group; empty for any other tensor."""
+        """Return how many rows of queries, keys and values a query group has; empty if the tensor has no such rows."""
         rows = dict(zip(QKV_PARTS, (heads_of_group * head_size, head_size, head_size), strict=True))
         return tuple(rows[part] for part in self.hf if part in rows)
 
@@ -66,14 +66,14 @@ QKV_PARTS = tuple(f"self_attn.{part}_proj.weight" for part in "qkv")
 
 
 def linear_qkv(reference: str) -> LayerTensor:
-    """Return the matrix of queries, keys and values; the authors' name for it depends on the layer in front of it."""
+    """Return the matrix of queries, keys and values; the authors' name of the matrix depends on the layer in front."""
     return LayerTensor(
         "self_attention.linear_qkv.weight",
         (QKV_ROWS, H),
-        (reference,),
-        QKV_PARTS,
-        "all q, then all k, then all v",
-        "separate q, k and v",
+        reference=(reference,),
+        hf=QKV_PARTS,
+        reference_transform="all q, then all k, then all v",
+        hf_transform="separate q, k and v",
     )
 
 
@@ -81,8 +81,8 @@ def _head_norm(part: str) -> LayerTensor:
     return LayerTensor(
         f"self_attention.{part}_layernorm.weight",
         (HEAD,),
-        (),
-        (f"self_attn.{part}_norm.weight",),
+        reference=(),
+        hf=(f"self_attn.{part}_norm.weight",),
         exists_in=lambda model: model.qk_layernorm,
     )
 
@@ -148,7 +148,7 @@ class Placement:
         return []
 
     def maps(self, model: "FANformerConfig") -> list[FANMap]:
-        """Return the FAN maps of a layer whose rows are divided over the tensor parallel ranks."""
+        """Return those FAN maps of a layer that have their rows divided over the tensor parallel ranks."""
         return []
 
     def reference_qkv(
@@ -161,11 +161,11 @@ class Placement:
             fan: computes a FAN layer, given its name in the authors' block, its input and the width of its output.
         """
         x_f = fan("att_proj.fanlayer", x, model.hidden_size) if self.is_in_attention else x
-        (matrix,) = self.attention_tensors[-1].reference
+        projected = x_f @ block(self.attention_tensors[-1].reference[0]).T
         widths = [model.num_attention_heads * model.kv_channels, model.value_size]
         if self.has_own_values:
-            return [*(x_f @ block(matrix).T).split(widths, dim=-1), fan("v_fan", x, model.value_size)]
-        return list((x_f @ block(matrix).T).split([*widths, model.value_size], dim=-1))
+            return [*projected.split(widths, dim=-1), fan("v_fan", x, model.value_size)]
+        return list(projected.split([*widths, model.value_size], dim=-1))
 
     # -- formulas
 
@@ -190,7 +190,7 @@ class Placement:
     # -- modules
 
     def attention(self) -> tuple[Any, Any]:
-        """Return the classes of self-attention and of its submodules; with FAN in front these have a `fan_linear`."""
+        """Return the classes of self-attention and of its submodules, which have a `fan_linear` if FAN is in front."""
         from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 
         return SelfAttention, SelfAttentionSubmodules
@@ -225,11 +225,11 @@ QK_ROWS = Size("(n + k) d", lambda model: model.qkv_rows)
 
 
 def fan_tensors(name: str, shape: tuple[Size, ...], reference: str | None, hf: str) -> tuple[LayerTensor, LayerTensor]:
-    """Return the weight (of this shape) and the bias of a FAN map; without a map of the authors `reference` is None."""
+    """Return the weight (of this shape) and the bias of a FAN map; `reference` is None if the authors have no map."""
 
     def tensor(part: str, shape: tuple[Size, ...], exists_in: Callable[["FANformerConfig"], bool]) -> LayerTensor:
         reference_names = () if reference is None else (f"{reference}.{part}",)
-        transform = "rows [p | g]"  # the same order of rows in all formats
+        transform = "rows [p | g]"  # to both other formats, which have the same order of rows
         return LayerTensor(f"{name}.{part}", shape, reference_names, (f"{hf}.{part}",), transform, transform, exists_in)
 
     return tensor("weight", shape, lambda model: True), tensor("bias", shape[:1], lambda model: model.fan.bias)
@@ -314,7 +314,7 @@ class FFN(Placement):
     has_fan_mlp = True
 
     def maps(self, model: "FANformerConfig") -> list[FANMap]:
-        """Return the map of the first layer: of the second one, ranks divide the columns, not the rows."""
+        """Return the map of the first layer; the ranks divide the columns of the second layer's map, not its rows."""
         return [FANMap(f"{FIRST}.weight", "p_ratio", model.ffn_hidden_size, model.fan.p_ratio)]
 
     def ffn_maps(self, model: "FANformerConfig") -> tuple[tuple[int, int], tuple[int, int]]:
@@ -323,7 +323,7 @@ class FFN(Placement):
         return (f - int(p_ratio * f), h), (h - int(p_ratio * h), f)
 
     def parameters_per_ffn_unit(self, model: "FANformerConfig") -> float:
-        """Return the weights of 1 - p_ratio rows of the first map, and of a column of the second."""
+        """Return the parameters of 1 - p_ratio rows of the first map, with biases, and of a column of the second."""
         return (1 - model.fan.p_ratio) * (2 * model.hidden_size + model.fan.bias)
 
     def mlp_backend(self, fan: "FANConfig") -> Any:

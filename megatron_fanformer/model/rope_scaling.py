@@ -73,7 +73,7 @@ class RopeScalingConfig:
         return None if factor == 1 else factor**2 / math.sqrt(head_size)
 
     def frequencies(self, base: float, head_size: int) -> "Tensor":
-        """Return the scaled angle per position of each pair of a head, [head_size / 2] in float32, as transformers."""
+        """Return the scaled angle a position of each pair of a head, [head_size / 2] in float32, as in transformers."""
         import torch
 
         powers = base ** (torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)
@@ -98,7 +98,7 @@ class RopeScalingConfig:
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, head_size - 1)
-        return low, high + 0.001 if low == high else high
+        return low, high + (0.001 if low == high else 0)  # their difference is a divisor
 
     def problems(self) -> list[str]:
         """Return the rules that this configuration breaks, one line each."""

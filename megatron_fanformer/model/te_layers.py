@@ -19,10 +19,10 @@ from megatron_fanformer.model.fan_layer import without_sequence_parallel
 
 
 class WholeInputTEColumnParallelLinear(TELinear):
-    """A column parallel linear that every rank gives its whole input, and that does not sum its input gradient.
+    """A column parallel linear layer whose input is whole on every rank, and whose input gradient is not summed.
 
-    The Engine's column parallel layer sums its input gradient inside. So the rank's shard is built as a plain layer of
-    that size (megatron-core's mode `duplicated`, without communication), and marked as a shard for the gradient norm.
+    The Engine's column parallel layer would sum that gradient over the ranks. So the rank's shard is built as a plain
+    layer (megatron-core's mode `duplicated`, without communication), and marked as a shard for the gradient norm.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class WholeInputTEColumnParallelLinear(TELinear):
     ) -> None:
         if gather_output:
             raise ValueError("gather_output is true, but Transformer Engine's layers keep their output sharded")
-        kwargs.setdefault("skip_weight_param_allocation", False)
+        kwargs.setdefault("skip_weight_param_allocation", False)  # TELinear has no default
         super().__init__(
             input_size,
             divide(output_size, tp_group.size()),
@@ -47,7 +47,7 @@ class WholeInputTEColumnParallelLinear(TELinear):
         )
         self.shard_group = tp_group
         for parameter in self.parameters():
-            parameter.tensor_model_parallel = True  # the Engine has marked it as whole
+            parameter.tensor_model_parallel = True  # the mode `duplicated` has marked it as whole
             parameter.partition_dim, parameter.partition_stride = 0, 1
 
     def sharded_state_dict(
@@ -67,8 +67,8 @@ class WholeInputTEColumnParallelLinear(TELinear):
 class FANTELayerNormColumnParallelLinear(TELayerNormColumnParallelLinear):
     """The input norm and the FAN map of the `column` form.
 
-    In megatron-core's overlap of tensor parallel communication, which knows four names of maps, it has the name of QKV:
-    it gathers the sequence in QKV's place.
+    megatron-core's overlap of tensor parallel communication knows only four names of maps. There this map has the name
+    of QKV, in whose place it gathers the sequence.
     """
 
     def __init__(self, *args: Any, tp_comm_buffer_name: str | None = None, **kwargs: Any) -> None:
@@ -88,7 +88,7 @@ class ReplicatedTELinear(TELinear):
         tp_comm_buffer_name: str | None = None,
         **kwargs: Any,
     ) -> None:
-        kwargs.setdefault("skip_weight_param_allocation", False)
+        kwargs.setdefault("skip_weight_param_allocation", False)  # TELinear has no default
         super().__init__(
             input_size,
             output_size,
@@ -104,7 +104,7 @@ class PartOfHeadsTEDotProductAttention(TEDotProductAttention):
     """Core attention over whole sequences for a context parallel rank's part of the heads (`attention.HeadExchange`).
 
     The Engine's own exchange of heads (`cp_comm_type` a2a) takes no float32, and only documents whose lengths are
-    multiples of twice the ranks.
+    multiples of twice the number of ranks.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
@@ -120,7 +120,7 @@ _autocast = getattr(engine, "autocast", None) or engine.fp8_autocast
 
 
 class _OutsideFP8:
-    """A mix-in before a Transformer Engine layer: computes in the weights' type while other layers compute in FP8."""
+    """A mix-in, inherited before a layer of the Engine: computes in the weights' type while other layers are in FP8."""
 
     def forward(self, x_sbh: torch.Tensor) -> Any:
         """Return the output of the layer after this class, computed outside FP8."""
@@ -142,8 +142,8 @@ class BF16ReplicatedTELinear(_OutsideFP8, ReplicatedTELinear):
 def fuse_gradient_accumulation(chunk: torch.nn.Module) -> None:
     """Make the Engine's layers add weight gradients to the main gradients inside the product, by cuBLAS.
 
-    (megatron-core's flag for this would make its output layer, too, which fails without apex's kernel.) By the first
-    backward, megatron-core's data parallel wrapper must have made the main gradients.
+    megatron-core's own flag is not set: its output layer would follow the flag, too, and fail without apex's kernel.
+    By the first backward, megatron-core's data parallel wrapper must have made the main gradients.
     """
     for module in chunk.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):

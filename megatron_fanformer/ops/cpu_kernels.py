@@ -132,7 +132,7 @@ def swiglu_backward(gate_and_up: Tensor, grad: Tensor) -> Tensor:
 
 
 def can_take_product(sum_oh: Tensor, grad_no: Tensor, x_nh: Tensor) -> bool:
-    """Return whether `add_product` can take tensors: the sum must be in float32, its rows of whole vectors."""
+    """Return whether `add_product` can take the tensors: the sum must be in float32, and its rows whole vectors."""
     has_whole_vectors = sum_oh.shape[-1] * sum_oh.element_size() % VECTOR_BYTES == 0
     return can_take(grad_no, x_nh) and _is_readable(sum_oh) and sum_oh.dtype == torch.float32 and has_whole_vectors
 
@@ -155,7 +155,7 @@ def softmax(logits_cv: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def can_take_attention(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether `causal_attention` can take tensors: their shapes must be equal, and heads of whole words."""
+    """Return whether `causal_attention` can take the tensors: shapes must be equal, and heads of whole words."""
     has_whole_words = query.shape[-1] * query.element_size() % WORD_BYTES == 0
     return can_take(query, key, value) and query.shape == key.shape == value.shape and has_whole_words
 
@@ -170,7 +170,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) ->
     batch, heads, length, size = query.shape
     out = query.new_empty(length, batch, heads, size).permute(1, 2, 0, 3)
     log_sums = query.new_empty(batch, heads, length, dtype=torch.float32)
-    strides = _strides(query, key, value, out, out)
+    strides = _strides(query, key, value, out, out)  # the last ones are for a gradient, which only a backward has
     _call("causal_attention", query, key, value, out, log_sums, strides, *query.shape, float(scale))
     return out, log_sums
 

@@ -18,13 +18,13 @@ WARPS = 8
 
 
 def exponentials(logits_cv: Tensor) -> tuple[Tensor, Tensor]:
-    """Replace each logit by exp(logit - largest logit of the row), in 16 bits divided by the row's sum of these.
+    """Replace each logit by exp(logit - largest logit of the row); 16-bit results are divided by their row's sum.
 
     Args:
         logits_cv: contiguous; float32, bfloat16 or float16.
 
     Returns:
-        The largest logit and the undivided sum of each row, [c] in float32, summed before rounding.
+        The largest logit of each row, and its sum before any division or rounding, [c] in float32.
     """
     tokens, vocabulary = logits_cv.shape
     greatest_c, sum_c = torch.empty(2, tokens, dtype=torch.float32, device=logits_cv.device)

@@ -68,7 +68,7 @@ class _RMSNorm(torch.autograd.Function):
         products = (grad.to(high) * x).view(-1, size)
         scales = scale.view(-1)
         grad_weight = scales @ products
-        # The gradient through the mean square is a multiple of x.
+        # The gradient through the mean square is a multiple of x, by this factor.
         along_x = (products @ weight.to(high)).mul_(scales.pow(3)).div_(-size)
         grad_x = (grad * weight).to(high).mul_(scale).addcmul_(x.to(high), along_x.view_as(scale))
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None

@@ -56,8 +56,7 @@ def differentiate(x_f_nw: Tensor, grad_nw: Tensor, g_nv: Tensor | None, grad_pre
     ranks = len(grad_pre_tnr)
     grad_cos, grad_sin, grad_g = _canonical_views(grad_nw, ranks, periodic)
     cos_ntp, sin_ntp, _ = _canonical_views(x_f_nw, ranks, periodic)
-    grad_pre_ntr = grad_pre_tnr.transpose(0, 1)
-    out_p, out_g = grad_pre_ntr.split([periodic, grad_pre_ntr.shape[-1] - periodic], dim=-1)
+    out_p, out_g = grad_pre_tnr.transpose(0, 1).split([periodic, grad_pre_tnr.shape[-1] - periodic], dim=-1)
     if grad_nw.dtype == _wide_dtype(grad_nw):
         torch.mul(grad_sin, cos_ntp, out=out_p)
         out_p.sub_(grad_cos * sin_ntp)
@@ -72,7 +71,7 @@ EAGER = Implementation(activate, differentiate)
 
 
 def _wide_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the tensor's type or float32, whichever is wider: in bf16, a phase of 100 is off by half a radian."""
+    """Return the tensor's type or float32, whichever is wider: the type to compute in."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 

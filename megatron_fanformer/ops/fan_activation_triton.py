@@ -42,7 +42,7 @@ NORMAL_DENSITY_AT_0 = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2π)
 
 
 def activate(pre_tnr: Tensor, x_f_nw: Tensor, periodic: int, gelu: bool) -> Tensor | None:
-    """Write [cos p, sin p, g] of one output, and return g, [n, v], with `gelu`, whose gradient needs it.
+    """Write [cos p, sin p, g] of one output; with `gelu`, return g, [n, v], for the gradient of the GELU.
 
     Args:
         pre_tnr: p | g of every rank; the first `periodic` columns are p; float32, bfloat16 or float16.
@@ -85,7 +85,7 @@ def _with_rows(tensor: Tensor) -> Tensor:
 def _grid_and_tile(pre_tnr: Tensor, periodic: int) -> tuple[tuple[int], dict[str, int]]:
     ranks, tokens, rows = pre_tnr.shape
     columns = min(TILE_COLUMNS, triton.next_power_of_2(max(periodic, rows - periodic)))
-    tile_tokens = max(1, TILE_BYTES // (pre_tnr.element_size() * max(columns, 2)))
+    tile_tokens = max(1, TILE_BYTES // (pre_tnr.element_size() * max(columns, 2)))  # 2: for at most 2^11 rows
     blocks = triton.cdiv(periodic, columns) + triton.cdiv(rows - periodic, columns)
     grid = (triton.cdiv(tokens, tile_tokens) * ranks * blocks,)
     return grid, {"TILE_TOKENS": tile_tokens, "TILE_COLUMNS": columns, "num_warps": WARPS}
@@ -95,15 +95,15 @@ def _grid_and_tile(pre_tnr: Tensor, periodic: int) -> tuple[tuple[int], dict[str
 def _cos_sin(phase):
     """Return cos and sin of float32 phases whose magnitude is at most LARGEST_REDUCED; NaN stays NaN."""
     shifted = phase * QUARTERS + ROUNDER
-    turns = shifted - ROUNDER
-    r = ((phase - turns * QUARTER_A) - turns * QUARTER_B - turns * QUARTER_C) - turns * QUARTER_D
+    quarters = shifted - ROUNDER
+    r = ((phase - quarters * QUARTER_A) - quarters * QUARTER_B - quarters * QUARTER_C) - quarters * QUARTER_D
     square = r * r
     near_sin = r + r * square * (SIN_3 + square * (SIN_5 + square * SIN_7))
     near_cos = 1.0 - (0.5 * square - square * square * (COS_4 + square * (COS_6 + square * COS_8)))
-    quarter = shifted.to(tl.int32, bitcast=True)  # the last two bits are those of the number of quarters
-    odd = (quarter & 1) != 0
+    bits = shifted.to(tl.int32, bitcast=True)  # the last two are those of the number of quarters
+    odd = (bits & 1) != 0
     cos, sin = tl.where(odd, near_sin, near_cos), tl.where(odd, near_cos, near_sin)
-    return tl.where(((quarter + 1) & 2) != 0, -cos, cos), tl.where((quarter & 2) != 0, -sin, sin)
+    return tl.where(((bits + 1) & 2) != 0, -cos, cos), tl.where((bits & 2) != 0, -sin, sin)
 
 
 @triton.jit

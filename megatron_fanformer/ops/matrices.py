@@ -27,8 +27,8 @@ def norm(tensor: Tensor) -> Tensor:
     """Return the Euclidean norm of all elements, a float64 scalar on the tensor's device."""
     flat = tensor.detach().reshape(-1)
     whole = flat.numel() // TERMS * TERMS
-    rows = flat[:whole].view(-1, TERMS), flat[None, whole:]
-    norms = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float32).double() for part in rows]
+    parts = flat[:whole].view(-1, TERMS), flat[None, whole:]  # rows of TERMS elements, and a shorter row of the rest
+    norms = [torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32).double() for rows in parts]
     return torch.linalg.vector_norm(torch.cat(norms))
 
 
@@ -61,7 +61,7 @@ def adds_to_wider(wide: torch.dtype, narrow: torch.dtype, device: torch.device) 
 
 
 def orthogonalize(matrix: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
-    """Return approximately U V^T of a matrix U S V^T, [m, n]; the products and the result are in `dtype`."""
+    """Return approximately U V^T of a matrix U S V^T; the products and the result are in `dtype`."""
     is_tall = matrix.shape[0] > matrix.shape[1]
     matrix = matrix.to(dtype)  # ranks exchange matrices in this type: so one rank computes the same numbers as many
     length = torch.linalg.vector_norm(matrix, dtype=torch.float32).clamp_min(EPSILON)
@@ -69,5 +69,6 @@ def orthogonalize(matrix: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
     first, third, fifth = COEFFICIENTS
     for _ in range(steps):
         gram = x @ x.t()
+        # first x + (third gram + fifth gram^2) x
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=third, alpha=fifth), x, beta=first)
     return x.t() if is_tall else x

@@ -39,7 +39,7 @@ def triton_on(device: str) -> Iterator[None]:
 
 @functools.cache
 def has_triton(user: str) -> bool:
-    """Return whether Triton can run kernels; if not, warn once that `user`, the start of a sentence, does without."""
+    """Return whether Triton can run kernels; if not, warn once, in a sentence that begins with `user`."""
     problem = _problem()
     if problem:
         warnings.warn(f"{user} in PyTorch, at a fraction of a kernel's speed, since {problem}", stacklevel=2)
@@ -53,7 +53,7 @@ def _problem() -> str | None:
         from triton.runtime.build import compile_module_from_src
     except ModuleNotFoundError:
         return "triton, which CUDA builds of torch include, is not installed; install it"
-    if triton.knobs.runtime.interpret:  # nothing is built
+    if triton.knobs.runtime.interpret:  # the interpreter builds nothing
         return None
     try:
         compile_module_from_src(PROBE_SOURCE, PROBE, [], [], [])
