@@ -161,13 +161,13 @@ def build_stages(
     config = transformer_config(
         model, parallel, grid, dtype, precision, kernels, has_stage_sizes=stage_type.has_stage_sizes_in_config
     )
-    columns = model.padded_vocab_size // parallel.tensor_model_parallel_size  # of logits, on this rank
+    columns = (
+        model.padded_vocab_size // parallel.tensor_model_parallel_size
+    )  # of logits, on this rank; the last ranks' may be padding
     chunks = []
     for layers in _layers_of_chunks(model, parallel, grid, implementation, fp8_fan=precision.fp8_fan):
         chunk = _build_chunk(stage_type, layers, model, parallel, grid, config)
-        chunk.token_columns = min(
-            max(model.vocab_size - grid.groups.tp.rank() * columns, 0), columns
-        )  # the rest is padding
+        chunk.token_columns = min(max(model.vocab_size - grid.groups.tp.rank() * columns, 0), columns)
         if chunk.post_process:
             _set_loss_head(chunk, columns, kernels, z_loss_coefficient, grid)
         if grid.device != "cpu":
