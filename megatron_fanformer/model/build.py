@@ -161,9 +161,7 @@ def build_stages(
     config = transformer_config(
         model, parallel, grid, dtype, precision, kernels, has_stage_sizes=stage_type.has_stage_sizes_in_config
     )
-    columns = (
-        model.padded_vocab_size // parallel.tensor_model_parallel_size
-    )  # of logits, on this rank; the last ranks' may be padding
+    columns = model.padded_vocab_size // parallel.tensor_model_parallel_size  # of logits, on this rank
     chunks = []
     for layers in _layers_of_chunks(model, parallel, grid, implementation, fp8_fan=precision.fp8_fan):
         chunk = _build_chunk(stage_type, layers, model, parallel, grid, config)
