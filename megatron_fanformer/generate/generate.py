@@ -85,7 +85,7 @@ class NewText:
 
     @property
     def final(self) -> str:
-        """The part of `text` that no further token changes: no incomplete character, no beginning of a stop string."""
+        """Return what no token will change of `text`: without an incomplete character or begun stop string."""
         if self.is_stopped:
             return self.text
         text = self.text.rstrip(INCOMPLETE)

@@ -149,7 +149,7 @@ def _parse_message(stated: Any) -> Message:
     if not isinstance(stated, dict):
         raise _Refused(NOT_MESSAGES)
     fields = {name: value for name, value in stated.items() if value is not None}
-    speaker = fields.get("role", fields.pop("from", None))
+    speaker = fields.get("role", fields.pop("from", None))  # `from` and `value` go even if they do not count
     content = fields.get("content", fields.pop("value", None))
     if not isinstance(speaker, str):
         raise _Refused(NOT_MESSAGES)

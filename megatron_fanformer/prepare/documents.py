@@ -343,7 +343,7 @@ class DocumentFile:
 
 
 def _refuse_array(path: InputFile, start: bytes) -> None:
-    """Raise InputError if a file is one JSON array of objects; an array on the first of several lines is none."""
+    """Raise InputError if a file is one JSON array of objects. If lines follow the array, it is only a refused line."""
     first_line, _, other_lines = start.lstrip().partition(b"\n")
     is_line_of_many = first_line.rstrip().endswith(b"]") and other_lines.strip()
     if ARRAY_OF_OBJECTS.match(start) and not is_line_of_many:
@@ -414,7 +414,7 @@ class _ZstdFrames:
 
 
 def _rows_per_block(metadata: Any, names: Sequence[str]) -> int:
-    """Return how many rows fit into a block, even if all are as long as the mean row of the longest row group."""
+    """Return how many rows fit into a block if all are as long as the mean row of the group with the longest rows."""
     max_row_bytes = 1.0
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
         group_bytes = sum(

@@ -123,7 +123,7 @@ class EncodedWriter:
             rows = [*zip(*columns, block.learned, outcomes, strict=True)]
             rows += [(number, None, None, 0, 0, reason) for number, reason in block.refusals]
             columns = [*zip(*sorted(rows, key=itemgetter(0)), strict=True)]
-        if columns and len(columns[0]):
+        if columns and len(columns[0]):  # otherwise the block has no row
             numbers, ids, sources, *other_columns = columns
             columns = [ids, sources, np.array(numbers) + (lines_before + 1), *other_columns]
             arrays = list(map(pyarrow.array, columns, self._schema.types))

@@ -339,7 +339,7 @@ class BlockEncoder:
         name = f"document {documents[0].id!r}" if documents else ""
         rows = self._encoder.encode_block(number, texts, name)
         lengths = np.array([len(row) + 1 for row in rows], np.int32)
-        tokens = np.full(lengths.sum(dtype=np.int64), self._eod_id, self._dtype)
+        tokens = np.full(lengths.sum(dtype=np.int64), self._eod_id, self._dtype)  # one stays after each document
         for row, end in zip(rows, np.cumsum(lengths, dtype=np.int64).tolist(), strict=True):
             tokens[end - 1 - len(row) : end - 1] = row
         return encoded_block(outcomes, tokens=tokens, lengths=lengths, text_bytes=sum(map(len, texts)))

@@ -60,13 +60,13 @@ class Assembler:
             for rows in encoded.batches():
                 self._ledger.add(rows, record.input.path, first_token=self._tokens.bytes // self._dtype.itemsize)
                 lengths = rows.column("length").to_numpy()
-                count = int(lengths.sum(dtype=np.int64))
+                num_tokens = int(lengths.sum(dtype=np.int64))
                 if self._mask is not None and mask is not None:
-                    self._mask.write(_read(mask, count))
+                    self._mask.write(_read(mask, num_tokens))
                     self._learned_tokens += int(rows.column("learned").to_numpy().sum(dtype=np.int64))
                     self._cut += rows.column("outcome").to_pylist().count(CUT)
                     lengths = lengths[lengths > 0]
-                self._tokens.write(_read(tokens, count * self._dtype.itemsize))
+                self._tokens.write(_read(tokens, num_tokens * self._dtype.itemsize))
                 self._lengths.write(lengths.tobytes())
                 self._documents += len(lengths)
         self._max_token_id = max(self._max_token_id, record.max_token_id)
@@ -169,7 +169,7 @@ def _index(lengths: Path, documents: int, dtype: np.dtype[Any]) -> Iterator[byte
             ends = offset + np.cumsum(np.frombuffer(data, np.int32), dtype=np.int64) * dtype.itemsize
             yield np.concatenate([[offset], ends[:-1]]).astype(np.int64).tobytes()  # where each begins, in bytes
             offset = int(ends[-1])
-    for start in range(0, documents + 1, INDEX_CHUNK):
+    for start in range(0, documents + 1, INDEX_CHUNK):  # where each document begins, counted in sequences
         yield np.arange(start, min(start + INDEX_CHUNK, documents + 1), dtype=np.int64).tobytes()
 
 

@@ -278,7 +278,7 @@ def merge(job: Job, count: int) -> Manifest:
             unfinished = ", ".join(f"{shard}/{count} ({plural(missing[shard], 'file')})" for shard in sorted(missing))
             raise CorruptError(f"{job.output} cannot be merged, files are left of --shard {unfinished}; prepare these")
         encoding = next(assignment.encoding for assignment in assignments.values() if assignment)
-        job = replace(job, encoder=replace(job.encoder, encoding=encoding))
+        job = replace(job, encoder=replace(job.encoder, encoding=encoding))  # a merge itself chooses no library
         _assign(work, job)
         with closing(Assembler(job.output, job.settings, work)) as assembler:
             for encoded_input, record in zip(inputs, records, strict=True):
