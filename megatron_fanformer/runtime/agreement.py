@@ -51,11 +51,14 @@ def store_of_ranks(address: devices.RankAddress, timeout: timedelta) -> Any:
             f"rank {address.rank} of {address.world_size} cannot meet the others at {url} ({reason}); check that all "
             "nodes were started with the same MASTER_ADDR and a free MASTER_PORT, and reach each other"
         ) from error
-    return dist.PrefixStore(f"ranks-{devices.restart_count()}", store)  # torchrun's is the same after a restart
+    return dist.PrefixStore(f"ranks-{devices.restart_count()}", store)  # torchrun's store outlives a restart
 
 
 def _await_name(name: str, seconds: float) -> None:
-    """Wait until a host name resolves, as a Kubernetes pod's does some time after its start; FanformerError in vain."""
+    """Wait until a host name resolves, as a Kubernetes pod's does some time after its start.
+
+    Raises FanformerError after `seconds`.
+    """
     end, is_reported = time.monotonic() + seconds, False
     while True:
         try:
@@ -90,7 +93,8 @@ def on_main(function: Callable[[], Result]) -> Result:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return function()
     store = _get_default_store()
-    key = f"on_main {store.add(f'calls of rank {dist.get_rank()}', 1)}"
+    calls = store.add(f"calls of rank {dist.get_rank()}", 1)  # which are equal on all ranks
+    key = f"on_main {calls}"
     value, failure = None, None
     if is_main():
         try:

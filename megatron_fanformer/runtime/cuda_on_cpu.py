@@ -20,7 +20,7 @@ FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "rand", "randn", "
 
 @functools.cache
 def map_cuda() -> None:
-    """Patch torch's factories, `torch.cuda` and tensors; does nothing the second time."""
+    """Patch torch's factories, `torch.cuda` and tensors; do nothing the second time. Comments name the callers."""
     import torch
     from torch.utils._device import _device_constructors
 
@@ -36,7 +36,7 @@ def map_cuda() -> None:
     cuda.set_device = lambda *_: None  # asynchronous save, schedules
     cuda.device_count = lambda: 1  # the checkpoint writer divides by it
     cuda.synchronize = lambda *_: None  # asynchronous save, timers
-    # Overlap of gradient reduction; the second where several groups of replicas have the optimizer's state.
+    # Overlap of gradient reduction; default_stream where several groups of replicas have the optimizer's state.
     cuda.current_stream = cuda.default_stream = lambda *_: _InertStream()
     cuda.Stream = cuda.Event = _InertStream
     cuda.stream = lambda *_: nullcontext()

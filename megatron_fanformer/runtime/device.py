@@ -66,7 +66,7 @@ def torch_device(kind: DeviceKind) -> "torch.device":
     """Return the device of this process's tensors: the GPU that `configure_process` selected, or the CPU."""
     import torch
 
-    # A number alone is the GPU of that number; megatron-core names it so, too.
+    # torch takes a number alone for the GPU of that number; megatron-core names GPUs so, too.
     return torch.device(torch.cuda.current_device() if kind == "cuda" else "cpu")
 
 
@@ -278,7 +278,7 @@ def rank_environment(
         "MASTER_ADDR": "127.0.0.1",
         **{name: os.environ.get(name, LOOPBACK_INTERFACE) for name in INTERFACES},
         "MASTER_PORT": str(store_port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's rank 0 hosts none of its own
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # or torch's rank 0 would host a store of its own
         "OMP_NUM_THREADS": str(threads),  # OpenMP reads it when a process starts
         ERROR_FILE: str(error),
         LAUNCHED_HERE: str(payload),

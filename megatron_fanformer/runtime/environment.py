@@ -25,17 +25,13 @@ class RunShape:
     """Facts of a run that decide the settings of its processes."""
 
     parallel: ParallelConfig
-    replicas: int
-    """Ranks that hold the same weights: data times context parallel ones."""
+    replicas: int  # ranks that hold the same weights: data times context parallel ones
     over_nccl: bool = True
     cuda_graphs: bool = False
     deterministic: bool = False
-    is_after_hopper: bool = False
-    """True if this machine's GPUs are of the Blackwell architecture or later."""
-    threads: int | None = None
-    """CPU threads of this rank; None: leave the number alone."""
-    is_any: bool = False
-    """True for a process that may run several layouts one after the other, as those of `parity` do."""
+    is_after_hopper: bool = False  # whether this machine's GPUs are of the Blackwell architecture or later
+    threads: int | None = None  # CPU threads of this rank; None: leave the number alone
+    is_any: bool = False  # whether the process may run several layouts one after the other, as those of `parity` do
 
     @property
     def ranks(self) -> int:
@@ -62,10 +58,8 @@ class Setting(NamedTuple):
 
     variable: str
     value: Value
-    other: str = ""
-    """Another variable by which a user may have made the same setting."""
-    is_required: bool = False
-    """True if another value in the environment would make the run wrong, so that it is refused."""
+    other: str = ""  # another variable by which a user may have made the same setting
+    is_required: bool = False  # whether a different value in the environment is refused: the run would be wrong
 
 
 def _fixed(value: str, applies: Callable[[RunShape], bool] = lambda _: True) -> Value:
@@ -80,8 +74,10 @@ def _connections(shape: RunShape) -> str:
 
 
 def _cudnn_of_torch(_shape: RunShape) -> str | None:
+    """Return the folder of the cuDNN that was installed with torch, or None."""
     nvidia = importlib.util.find_spec("nvidia")
-    folders = (Path(folder, "cudnn") for folder in (nvidia and nvidia.submodule_search_locations) or ())
+    roots = (nvidia.submodule_search_locations or ()) if nvidia else ()
+    folders = (Path(root, "cudnn") for root in roots)
     return next((str(folder) for folder in folders if (folder / "lib").is_dir()), None)
 
 
@@ -135,16 +131,15 @@ def prepare(shape: RunShape = ANY_SHAPE, env: MutableMapping[str, str] = os.envi
     kept, ours = [], {}
     for setting in SETTINGS:
         value = setting.value(shape)
-        names = [name for name in (setting.variable, setting.other) if name in env and name not in set_here]
-        if not names:
+        of_user = [name for name in (setting.variable, setting.other) if name in env and name not in set_here]
+        if not of_user:
             ours[setting.variable] = value
-        elif value not in (None, env[names[0]]):
+        elif value not in (None, env[of_user[0]]):
+            name, user_value = of_user[0], env[of_user[0]]
             if setting.is_required:
-                raise InputError(
-                    f"{names[0]} is {env[names[0]]} in the environment, but this run needs {value}; unset it"
-                )
+                raise InputError(f"{name} is {user_value} in the environment, but this run needs {value}; unset it")
             if setting.variable != OMP_THREADS:
-                kept.append(f"{names[0]} {env[names[0]]} (this run would set {value})")
+                kept.append(f"{name} {user_value} (this run would set {value})")
     for name, value in ours.items():
         if value is not None:
             env[name] = value

@@ -66,8 +66,7 @@ class _Rank:
 
     number: int
     process: "subprocess.Popen[bytes]"
-    error: Path
-    """The file to which the rank writes the error with which it fails."""
+    error: Path  # the file to which the rank writes the error with which it fails
 
     @property
     def code(self) -> int | None:
@@ -76,7 +75,7 @@ class _Rank:
 
     @property
     def has_failed(self) -> bool:
-        """Return whether the rank has ended without success and without having saved on a signal to stop."""
+        """Return whether the rank has ended with an error; one that saved on a signal to stop has written no error."""
         return self.code not in (None, 0) and (self.code != Interrupted.exit_code or self.error.exists())
 
     def failure(self, stop: signal.Signals | None) -> FanformerError:
@@ -85,7 +84,7 @@ class _Rank:
         with suppress(OSError, ValueError):
             report = json.loads(self.error.read_text())["message"]
             message, stack = report["message"], report["extraInfo"]["py_callstack"]
-        if code == Interrupted.exit_code:
+        if code == Interrupted.exit_code:  # ranks get SIGTERM in place of any signal to stop
             return Interrupted(message.replace(signal.SIGTERM.name, stop.name, 1) if stop else message)
         if stop and code == -signal.SIGTERM:  # before the rank handled signals
             return Interrupted(f"stopped on {stop.name} {NOTHING_LOST}")
@@ -97,11 +96,11 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str], *, threads: int, payl
     """Run `python -m megatron_fanformer ARGUMENTS` as `num_ranks` local ranks, and wait for them.
 
     Args:
-        payload: an object that the ranks get by `read_payload`, such as the start that this process has checked.
+        payload: an object that the ranks get by `read_payload`, such as all that this process has checked.
 
     Raises:
         RankFailed: a rank failed, and the others were ended; or a rank could not save after a signal.
-        Interrupted: a signal stopped this process, or a rank, and the ranks after they saved.
+        Interrupted: a signal stopped this process or a rank, and the ranks have saved.
     """
     from megatron_fanformer.runtime.agreement import loopback_store  # torch takes a second
 
@@ -125,7 +124,7 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str], *, threads: int, payl
                 for rank in ranks:
                     rank.process.kill()
                 for rank in ranks:
-                    with suppress(subprocess.TimeoutExpired):  # the kernel may keep one that waits for a device
+                    with suppress(subprocess.TimeoutExpired):  # the kernel may keep a rank that waits for a device
                         rank.process.wait(KILLED_SECONDS)
 
 
@@ -148,7 +147,7 @@ def _wait_for(ranks: list[_Rank], signals: "deque[signal.Signals]") -> None:
         while signals:
             number = signals.popleft()
             if number == SAVE_SIGNAL:
-                ranks[0].process.send_signal(number)  # which passes it to the others
+                ranks[0].process.send_signal(number)  # rank 0 passes the request to the others
             elif stop is None:
                 stop = number
                 for rank in ranks:
@@ -169,7 +168,7 @@ def _wait_for(ranks: list[_Rank], signals: "deque[signal.Signals]") -> None:
         # If one rank was stopped, the others fail because it is gone.
         failures = [rank.failure(stop) for rank in ranks if rank.has_failed]
         raise next((failure for failure in failures if isinstance(failure, Interrupted)), failures[0])
-    if any(rank.code for rank in ranks):
+    if any(rank.code for rank in ranks):  # not failed, so it saved on a signal
         name = stop.name if stop else "a signal to a rank"
         raise Interrupted(f"stopped on {name}, saved; run the same command to continue")
 
@@ -186,8 +185,8 @@ def read_payload() -> Any:
 def end_with_launcher() -> None:
     """Make this rank end when the process that launched it does; to be called first.
 
-    Only SIGKILL ends our launcher without its ranks: then they end at once, too. A second signal makes torchrun leave
-    its ranks behind while they save: they get the signal to stop once more. (Slurm ends its ranks itself.)
+    Only SIGKILL ends our launcher without its ranks, which then end at once, too. A second signal ends torchrun while
+    its ranks still save; these then get the signal to stop once more. (Slurm ends its ranks itself.)
     """
     if (launcher := devices.launcher_process()) is not None:
         end_with_owner(launcher)
@@ -208,7 +207,7 @@ def report_failure() -> Iterator[None]:
     except Exception as error:
         if getattr(error, "already_reported", False):
             # The user must see the peer's error, not this one. Our launcher ends all ranks with the first that fails:
-            # this rank waits, so that the peer writes its last logs and is the first.
+            # this rank waits, so that the peer writes its last logs and fails first.
             time.sleep(CLOSING_SECONDS if devices.launched_here() else PEER_FAILURE_WAIT_SECONDS)
         _leave_for_launcher(error)
         raise
@@ -223,5 +222,5 @@ def _leave_for_launcher(error: Exception) -> None:
     if not isinstance(error, Interrupted | PeerFailed | DivergenceError):  # all ranks meet these
         text = f"rank {devices.rank_number()}: {text}"
     details = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))}
-    with suppress(OSError):  # a full disk must not hide it
+    with suppress(OSError):  # a full disk must not hide the error
         file.write_text(json.dumps({"message": {"message": text, "extraInfo": details}}))

@@ -246,9 +246,9 @@ class ParallelConfig:
                 f"{given}; it must begin with E, end with L, and have at most {MOST_LAYERS:,} layers t between, with | "
                 "between chunks, as in Et*3|(t*4|)*6t*3|L"
             )
-        elif not all(chunks):  # one would pass on its very input, which the schedule frees as its output
+        elif not all(chunks):  # an empty chunk would output its very input, which the schedule frees as an output
             yield f"{given}, in which chunk {chunks.index('')} is empty; give it a layer t, or remove a |"
-        elif len(chunks) % stages or virtual != (stated or virtual):
+        elif len(chunks) % stages or stated not in (None, virtual):
             yield (
                 f"{given}, of {len(chunks)} chunks, and pipeline_model_parallel_size {stages} x "
                 f"virtual_pipeline_model_parallel_size {stated or 'any'} has others; write as many, or change those"
@@ -262,12 +262,12 @@ class ParallelConfig:
         if self.overlap_param_gather and not self.use_distributed_optimizer:
             yield (
                 "overlap_param_gather is true without use_distributed_optimizer, which alone gathers weights; set "
-                "that to true, or this to false"
+                "the latter to true, or the former to false"
             )
         if self.num_distributed_optimizer_instances > 1 and not self.use_distributed_optimizer:
             yield (
                 f"num_distributed_optimizer_instances is {self.num_distributed_optimizer_instances} without "
-                "use_distributed_optimizer, which alone shards the state; set that to true, or this to 1"
+                "use_distributed_optimizer, which alone shards the state; set the latter to true, or the former to 1"
             )
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             yield "overlap_param_gather is true without overlap_grad_reduce, which it needs; set that to true too"
@@ -293,7 +293,7 @@ class ParallelConfig:
     def resolve_data_parallel_size(self, world_size: int | None) -> int:
         """Return the number of replicas in a world of `world_size` ranks.
 
-        `world_size` is None before this process launches the ranks: then it is the configured number, or 1.
+        `world_size` is None before this process launches the ranks: then replicas are as many as configured, or 1.
 
         Raises:
             InputError: the world size and the layout disagree.
@@ -319,7 +319,7 @@ class ParallelConfig:
 
 @functools.cache
 def layout_chunks(text: str) -> tuple[str, ...]:
-    """Return the chunks of a `pipeline_model_parallel_layout`, each without repetitions, such as ("Ett", "ttL").
+    """Return the chunks of a `pipeline_model_parallel_layout`, with repetitions written out, such as ("Ett", "ttL").
 
     Text that cannot be read, or repeats more layers than any model has, is kept: `ParallelConfig.problems` refuses it.
     """
@@ -333,7 +333,7 @@ def layout_chunks(text: str) -> tuple[str, ...]:
 def context_chunks(rank: int, size: int) -> tuple[int, int]:
     """Return the numbers of a context parallel rank's two chunks, of 2 * size equal chunks of a sequence.
 
-    One is from each end, as Megatron assigns them: so every rank has an equal share of the causal attention.
+    Megatron gives a rank one chunk from each end, so that all ranks have equal shares of the causal attention.
     """
     return rank, 2 * size - 1 - rank
 

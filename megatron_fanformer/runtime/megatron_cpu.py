@@ -1,9 +1,10 @@
 """Every patch that megatron-core needs to run on a machine without CUDA, or to be faster there, with its reason.
 
-Those of torch are in `cuda_on_cpu`. The second list changes no result but by rounding.
+Patches of torch are in `cuda_on_cpu`. Those that only make megatron-core faster come last, and change results by
+rounding alone.
 
-None is installed where a GPU is usable. They must be installed before the first import of `megatron.core`, which binds
-names at import, and are refused after. Checked on megatron-core 0.16.1 and 0.19.2.
+Where a GPU is usable, no patch is installed. Patches must be installed before the first import of `megatron.core`,
+which binds names at import, and are refused after. Checked on megatron-core 0.16.1 and 0.19.2.
 """
 
 import functools
@@ -152,7 +153,7 @@ def _adapt_recomputation(with_engine: bool) -> None:
     class CheckpointWithoutOutput(random.CheckpointWithoutOutput):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self.fp8 = False  # megatron-core takes its None for FP8 by the Engine
+            self.fp8 = False  # megatron-core would take the None in this attribute for FP8 by the Engine
 
     for module in [] if with_engine else list(sys.modules.values()):
         if getattr(module, "__name__", "").startswith("megatron.core") and hasattr(module, "CheckpointWithoutOutput"):
@@ -217,7 +218,8 @@ def _unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(collective)
     def call(output: torch.Tensor, given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        is_alone = _address(output) == _address(given) and output.numel() == given.numel()  # its part is the whole
+        # The rank's part is the whole.
+        is_alone = _address(output) == _address(given) and output.numel() == given.numel()
         if is_alone and not kwargs.get("async_op"):
             return None
         return collective(output, given, *args, **kwargs)

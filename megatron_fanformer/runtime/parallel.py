@@ -41,10 +41,8 @@ class RankGrid:
     """This rank's place in the grid, and the process groups that are passed to the rest of the code."""
 
     device: devices.DeviceKind
-    torch_device: torch.device
-    """The device of this rank's tensors."""
-    backend: str
-    """Communication backend of the ranks: `nccl` or `gloo`."""
+    torch_device: torch.device  # of this rank's tensors
+    backend: str  # of the ranks' communication: `nccl` or `gloo`
     rank: int
     world_size: int
     data_parallel_rank: int
@@ -55,10 +53,8 @@ class RankGrid:
     samples_group: dist.ProcessGroup
     """The tensor and context parallel ranks of a replica's stage, which take the same samples. The group is for tensors
     on the CPU: hosts share samples among themselves, and no device waits for that."""
-    exchanges_heads: bool = False
-    """True if each context parallel rank computes attention over whole sequences for a part of the heads."""
-    is_deterministic: bool = False
-    """True if results must be bitwise reproducible (`runtime.deterministic_mode`)."""
+    exchanges_heads: bool = False  # whether a context parallel rank attends over whole sequences, with a part of heads
+    is_deterministic: bool = False  # whether results must be bitwise reproducible (`runtime.deterministic_mode`)
 
     @property
     def context_parallel_size(self) -> int:
@@ -97,9 +93,9 @@ class RankGrid:
 
 @contextmanager
 def process_group(config: RuntimeConfig, address: devices.RankAddress | None) -> Iterator[devices.DeviceKind]:
-    """Join the process group of the ranks at `address`, or make a group of one rank if that is None; yield its device.
+    """Join the process group of the ranks at `address`, or make a group of one rank if it is None; yield the device.
 
-    The group is destroyed at the end, but not after an error on one of several ranks, which would wait for the others.
+    The group is destroyed at the end. After an error on one of several ranks it is not: that would wait for the others.
     """
     kind = devices.resolve_device(config.device)
     if kind == "cpu":
@@ -135,7 +131,7 @@ def process_group(config: RuntimeConfig, address: devices.RankAddress | None) ->
 def cpu_kernels_of(config: RuntimeConfig, kind: devices.DeviceKind) -> Iterator[None]:
     """Use this project's CPU kernels in the block, on all ranks of the process group or, if one cannot, on none.
 
-    Weights that ranks share would drift apart if only some of the ranks used them.
+    Weights that ranks share would drift apart if only some of the ranks used the kernels.
 
     Raises:
         InputError: the kernels are configured, and a rank cannot build them.

@@ -71,6 +71,7 @@ def run_schedule(
 
 
 def _forward_step(grid: RankGrid, loss_function: LossFunction, batches: Batches, stage: Any) -> tuple[Tensor, Any]:
+    """Return a chunk's output for the next micro batch, and the function that megatron-core calls with the losses."""
     device = grid.torch_device
     with record_function("phase loading samples"):
         batch = dict(next(batches))
@@ -78,7 +79,7 @@ def _forward_step(grid: RankGrid, loss_function: LossFunction, batches: Batches,
     if (document_ids := batch.pop("document_ids", None)) is not None:
         packed = packed_documents(document_ids, device)
     rows = batch if packed is None else {name: tensor.reshape(1, -1) for name, tensor in batch.items()}
-    # Whole tensors are copied, since they are in pinned memory: a part cut on the host would be pageable, and block.
+    # Whole tensors are copied, since they are in pinned memory: a part cut on the host would not be, and would block.
     part = {name: local_positions(tensor.to(device, non_blocking=True), grid) for name, tensor in rows.items()}
     with record_function("phase forward"):
         output = stage(
@@ -96,7 +97,7 @@ def _forward_step(grid: RankGrid, loss_function: LossFunction, batches: Batches,
 
 
 def _place_in_batch(shape: torch.Size, grid: RankGrid, part_1n: Tensor) -> Tensor:
-    """Return [b, s] that holds a context parallel rank's part of the row of samples at its place, zeros elsewhere."""
+    """Return [b, s] with this context parallel rank's part of the row of samples in its place, and zeros elsewhere."""
     tokens = part_1n.numel()
     before = grid.groups.cp.rank() * tokens
     after = shape.numel() - before - tokens
@@ -123,7 +124,7 @@ def packed_documents(document_ids_bs: Tensor, device: torch.device | str) -> Pac
 def local_positions(tensor_bs: Tensor, grid: RankGrid) -> Tensor:
     """Return this context parallel rank's part of [b, s]: [b, s / cp].
 
-    The part is two chunks, one from either end. Ranks that exchange heads have equal work anyway: they get one chunk.
+    The part is two chunks, one from each end; of ranks that exchange heads, which have equal work anyway, one chunk.
     """
     size = grid.context_parallel_size
     if size == 1:

@@ -42,8 +42,7 @@ class _Setting(NamedTuple):
     backend: str
     job_seconds: float
     prepare: Callable[[], None]
-    forks: bool
-    """Whether ranks are forks of their host."""
+    forks: bool  # whether ranks are forks of their host
 
 
 class _Job(NamedTuple):
@@ -51,8 +50,7 @@ class _Job(NamedTuple):
     arguments: tuple[Any, ...]
     world_size: int
     name: str
-    port: int = 0
-    """The port of the store at which the ranks meet."""
+    port: int = 0  # of the store at which the ranks meet
 
 
 class RankPool:
@@ -112,7 +110,7 @@ class RankPool:
             process, connection = self._host
             connection.close()
             process.join(2 * END_SECONDS)
-            process.kill()  # and the kernel its ranks
+            process.kill()  # the kernel then kills the ranks
             process.join()
             self._host = None
 
@@ -134,45 +132,45 @@ def _host_ranks(setting: _Setting, connection: Any) -> None:
     _begin(setting, prepares=setting.forks)
     context: Any = multiprocessing.get_context("fork" if setting.forks else "spawn")
     ranks: list[tuple[Any, Any]] = []
-    port = 0  # of the store at which ranks meet, which the first one hosts
+    port = 0  # of the store at which ranks meet, which the first rank hosts
     with suppress(EOFError, OSError):  # the pool is gone
         while True:
-            job = connection.recv()  # which imports what its function needs
+            job = connection.recv()  # unpickling imports what the job's function needs
             if not ranks:
-                gc.freeze()  # ranks share it, and do not look through it after every job
+                gc.freeze()  # forks share what was imported, and do not look through it after every job
             while len(ranks) < job.world_size:
                 ranks.append(_start_process(context, _serve, setting, len(ranks)))
-            connections = [rank for _, rank in ranks[: job.world_size]]
+            connections = [to_rank for _, to_rank in ranks[: job.world_size]]
             port = port or connections[0].recv()
             connection.send(_run_on_ranks(job._replace(port=port), connections, setting.job_seconds))
-    for _, rank in ranks:
-        with suppress(OSError):  # it has ended
-            rank.send(None)  # forked ranks hold this end, too, and do not see it close
+    for _, to_rank in ranks:
+        with suppress(OSError):  # the rank has ended
+            to_rank.send(None)  # forked ranks hold this end, too, and do not see it close
     for process, _ in ranks:
-        process.join(END_SECONDS / len(ranks))  # one that ends by itself ends its checkpoint writer's processes too
+        process.join(END_SECONDS / len(ranks))  # a rank that ends by itself ends its checkpoint writer's processes too
         process.kill()
 
 
-def _run_on_ranks(job: _Job, ranks: list[Any], seconds: float) -> tuple[list[Any], str | None, int | None]:
-    """Run a job on ranks; return their values or, if it fails, the reason and the first rank that failed."""
-    for rank in ranks:
-        with suppress(OSError):  # it has ended, and does not answer
-            rank.send(job)
+def _run_on_ranks(job: _Job, connections: list[Any], seconds: float) -> tuple[list[Any], str | None, int | None]:
+    """Run a job on the ranks at `connections`; return their values or, if it fails, the reason and the failed rank."""
+    for connection in connections:
+        with suppress(OSError):  # the rank has ended, and does not answer
+            connection.send(job)
     answers: dict[int, Any] = {}
-    while len(answers) < len(ranks):
-        waiting = [rank for number, rank in enumerate(ranks) if number not in answers]
+    while len(answers) < len(connections):
+        waiting = [connection for rank, connection in enumerate(connections) if rank not in answers]
         ready: list[Any] = multiprocessing.connection.wait(waiting, timeout=seconds)
         if not ready:
-            return [], f"took longer than {seconds:g} s on {len(ranks)} ranks", None
-        for rank in ready:
-            number = ranks.index(rank)
+            return [], f"took longer than {seconds:g} s on {len(connections)} ranks", None
+        for connection in ready:
+            rank = connections.index(connection)
             try:
-                succeeded, answers[number] = rank.recv()
+                succeeded, answers[rank] = connection.recv()
             except (EOFError, OSError):
-                succeeded, answers[number] = False, "it died"
+                succeeded, answers[rank] = False, "it died"
             if not succeeded:
-                return [], f"rank {number} of {len(ranks)}: {answers[number]}", number
-    return [answers[number] for number in range(len(ranks))], None, None
+                return [], f"rank {rank} of {len(connections)}: {answers[rank]}", rank
+    return [answers[rank] for rank in range(len(connections))], None, None
 
 
 def _begin(setting: _Setting, *, prepares: bool) -> None:
@@ -209,7 +207,7 @@ def _serve(setting: _Setting, rank: int, connection: Any) -> None:
                 connection.send((False, traceback.format_exc(limit=LAST_FRAMES)))
                 os._exit(1)  # the process group may be in any state
             if len(sys.modules) > modules:
-                gc.freeze()  # the modules that it imported, among others
+                gc.freeze()  # the modules that the job imported, among others
     sys.stdout.flush()
     os._exit(0)
 
@@ -230,7 +228,7 @@ def _run_job(rank: int, setting: _Setting, job: _Job) -> Any:
         timeout=timeout,
     )
     result = job.function(*job.arguments)
-    if "gloo" in setting.backend:  # a rank that closes its end of the mesh fails those that are still connecting theirs
+    if "gloo" in setting.backend:  # a rank that left now would fail ranks that are still connecting to it
         dist.barrier()
     _end_groups()
     return result
@@ -244,9 +242,9 @@ def _end_groups() -> None:
     """
     import torch.distributed
 
-    groups = [[group] for group in torch.distributed.distributed_c10d._world.pg_map]
+    holders = [[group] for group in torch.distributed.distributed_c10d._world.pg_map]  # will be the last references
     torch.distributed.destroy_process_group()
     gc.collect()
-    with ThreadPoolExecutor(len(groups)) as threads:
-        for holder in groups:
-            threads.submit(holder.clear)  # drops the last reference; ending the group releases Python's lock
+    with ThreadPoolExecutor(len(holders)) as threads:
+        for holder in holders:
+            threads.submit(holder.clear)  # ends the group, which releases Python's lock

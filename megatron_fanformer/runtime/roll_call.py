@@ -74,6 +74,7 @@ def describe(answers: dict[int, str], world_size: int) -> str:
 
 
 def _answer_when_called(store: Any, rank: int, world_size: int, over: threading.Event) -> None:
+    """Until `over` is set, wait for the roll call; then answer where the main thread is, and log all stacks."""
     with suppress(RuntimeError):  # torch's, for a store that is gone
         while not over.wait(max(POLL_SECONDS, world_size / POLLS_PER_SECOND)):
             if store.check([CALLED]):
@@ -90,19 +91,19 @@ def _answer(store: Any, rank: int, text: str, exit_code: int = 0) -> None:
     store.append(ANSWERS, json.dumps([rank, text, exit_code]) + "\n")  # a later answer of the rank replaces it
 
 
-def _call(store: Any, rank: int, world_size: int, place: str) -> PeerFailed:
-    """Answer that this rank waits at `place`, and call the roll; return the error to raise.
+def _call(store: Any, rank: int, world_size: int, answer: str) -> PeerFailed:
+    """Give this rank's answer, that it waits, and call the roll; return the error to raise.
 
     The error of the first caller has all ranks' answers, or that of a rank that failed; those of later callers are
     marked as reported elsewhere.
     """
-    _answer(store, rank, place)
+    _answer(store, rank, answer)
     if store.add(CALLED, 1) > 1:
         failure = PeerFailed("another rank reports which ranks are missing")
         failure.already_reported = True
         return failure
     deadline = time.monotonic() + ANSWER_SECONDS + world_size / POLLS_PER_SECOND
-    answers: dict[int, tuple[str, int]] = {}
+    answers: dict[int, tuple[str, int]] = {}  # a rank that is elsewhere may yet come to wait, or fail, and answer again
     while len(answers) < world_size or any(text.startswith(ELSEWHERE) for text, _ in answers.values()):
         if time.monotonic() > deadline:
             break

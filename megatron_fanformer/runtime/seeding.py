@@ -48,7 +48,7 @@ def initialize_by_name(sharded_state: dict[str, Any], seed: int, draw: Callable[
 def generator_for(seed: int, name: str) -> torch.Generator:
     """Return a CPU random generator that depends on the seed and the name alone."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)  # an int64, not negative
 
 
 def truncated_normal(shape: tuple[int, ...], std: float, generator: torch.Generator) -> torch.Tensor:
