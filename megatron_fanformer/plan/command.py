@@ -28,12 +28,10 @@ class PlanRequest:
     """A run to plan."""
 
     options: PlanOptions
-    config: RunConfig
-    """The configuration, with fields that it leaves open chosen for `machine`."""
+    config: RunConfig  # with the fields that the file leaves open chosen for `machine`
     machine: Machine
-    named: list[tuple[str, RunConfig]]
-    """Pairs of a layout's name and its configuration, to judge; none: search all layouts."""
-    tokens: int
+    named: list[tuple[str, RunConfig]]  # pairs of a layout's name and its configuration, to judge; none: search layouts
+    tokens: int  # of the whole run
 
 
 def plan(options: PlanOptions) -> None:
@@ -64,20 +62,20 @@ def read_request(options: PlanOptions) -> PlanRequest:
         InputError: one of these is wrong; the message has a line for each problem.
     """
     machine, config = load_machine(options.gpu), load_config(options.config, options.overrides)
-    if problems := config.section_problems(exclude=("data", "parallel")):
+    if problems := config.section_problems(exclude=("data", "parallel")):  # data is not read, layouts are judged later
         raise InputError("\n".join(problems))
     config = _state_steps(config, options.tokens)
     named = [(text, resolve_for_machine(apply_layout(config, text), machine)) for text in options.layouts]
     config = resolve_for_machine(config, machine)
     check_formats(config, machine)
     if not named and not options.search:
-        named = [(layout_name(config, config), config)]
+        named = [(layout_name(config, config), config)]  # the configured layout alone
     tokens = options.tokens or config.training.steps * config.batch_tokens
     return PlanRequest(options=options, config=config, machine=machine, named=named, tokens=tokens)
 
 
 def _state_steps(config: RunConfig, tokens: int | None) -> RunConfig:
-    """Return the configuration with steps in place of epochs, for `tokens` or by the lengths of its conversations."""
+    """Return the configuration with steps in place of epochs: as many as `tokens` need or, if None, the epochs."""
     if config.training.epochs is None:
         return config
     if tokens is not None:
@@ -92,9 +90,9 @@ def _nothing_fits(request: PlanRequest, findings: Findings) -> Iterator[str]:
     if request.named:
         yield from (f"layout {rejected.example!r}: {rejected.message}" for rejected in findings.rejected)
         return
-    nearest = findings.candidates[0].shortage if findings.candidates else findings.rejected[0].message
+    reason = findings.candidates[0].shortage if findings.candidates else findings.rejected[0].message
     legal = f"{findings.legal:,} legal ones of " if findings.legal else ""
-    yield f"none of {legal}{findings.judged:,} layouts {'fits' if findings.legal else 'is legal'}: {nearest}"
+    yield f"none of {legal}{findings.judged:,} layouts {'fits' if findings.legal else 'is legal'}: {reason}"
 
 
 def plan_lines(request: PlanRequest, findings: Findings) -> Iterator[str]:
@@ -197,7 +195,7 @@ def _report(request: PlanRequest, findings: Findings) -> dict[str, Any]:
             }
             for candidate in findings.candidates
         ],
-        # One rank of each stage, with the local layers.
+        # Of one rank of each stage, if the layers are the local ones.
         "communication": [
             {"stage": stage, "ranks": shown.job.group_sizes(stage)[term.group], **term._asdict()}
             for stage in range(shown.job.stages)

@@ -54,7 +54,8 @@ def _terms(job: Job, stage: int, rank: int) -> Iterator[Term]:
     # only for the bounds of documents.
     if stage in (0, job.stages - 1) or job.has_document_ids:
         tokens = job.micro_batch_size * job.model.seq_length
-        words = SAMPLE_STATUS_WORDS + SAMPLE_WORDS * tokens + -(-(1 + job.has_document_ids) * tokens // 2)
+        half_words = (2 if job.has_document_ids else 1) * tokens
+        words = SAMPLE_STATUS_WORDS + SAMPLE_WORDS * tokens + -(-half_words // 2)
         yield Term("tp_cp", "broadcast", "samples", words * WORD_BYTES).times(job.num_micro_batches)
     for chunk, _ in chunk_weights:
         for term in _chunk_terms(job, chunk):
@@ -72,7 +73,7 @@ def _terms(job: Job, stage: int, rank: int) -> Iterator[Term]:
     yield from MatrixUpdates(job, stage).terms(rank)
     norm_group = "intra_dist_opt" if parallel.use_distributed_optimizer else "mp"
     yield Term(norm_group, "all-reduce", "gradient norm", NORM_BYTES)
-    if job.group_sizes(0)[norm_group] < job.world_size:  # unless `recovery` judges no steps
+    if job.group_sizes(stage)[norm_group] < job.world_size:  # all ranks judge a step by the largest norm
         yield Term("world", "all-reduce", "gradient norm", JUDGED_NORM_BYTES)
     yield Term("world", "all-reduce", "loss report", REPORT_BYTES)
     yield Term("pp", "broadcast", "token count", TOKEN_COUNT_BYTES)
@@ -83,6 +84,7 @@ def _terms(job: Job, stage: int, rank: int) -> Iterator[Term]:
 
 
 def _chunk_terms(job: Job, chunk: Chunk) -> Iterator[Term]:
+    """Yield a chunk's collectives for one micro batch, over tensor and context parallel ranks."""
     if chunk.has_embedding:  # each rank looks up its part of the vocabulary; the parts are summed
         yield from (*_sum(job), *_gather(job))
     for term in (*layer_forward(job), *layer_backward(job)):
@@ -115,17 +117,19 @@ def layer_forward(job: Job) -> Iterator[Term]:
 def layer_backward(job: Job) -> Iterator[Term]:
     """Yield the collectives of one layer's backward, without its recomputation.
 
-    Ranks kept only their parts of a gathered input: it is gathered again, and its gradient is summed over the ranks.
+    Of a gathered input each rank has kept its own part alone. So the input of a column parallel map is gathered again,
+    and its gradient is summed over the ranks; the gradient of a row parallel map's output is gathered.
     """
-    yield from (*_gather(job), *_sum(job))
+    yield from (*_gather(job), *_sum(job))  # the layer's first map
     for term in _before_heads(job):
         yield term._replace(kind="reduce-scatter") if term.kind == "all-gather" else term
     if job.parallel.exchanges_heads or job.gathers_twice:
         yield from _core_attention(job)
     if not job.parallel.exchanges_heads:
         yield Term("cp", "reduce-scatter", "keys and values", _keys_and_values_bytes(job))
-    yield from (*_gather(job), *_gather(job), *_sum(job))  # the first gathers the gradient of attention's output
-    yield from _gather(job, _mlp_output_bytes(job))
+    yield from _gather(job)  # the gradient of attention's output
+    yield from (*_gather(job), *_sum(job))  # the MLP's first map
+    yield from _gather(job, _mlp_output_bytes(job))  # the gradient of the MLP's output
 
 
 def layer_recomputation(job: Job) -> Iterator[Term]:
@@ -152,15 +156,15 @@ def _before_heads(job: Job) -> Iterator[Term]:
         # p | g, k wide, is gathered before the activation. Each rank then has all of X_F, so QKV gathers nothing.
         yield Term("tp", "all-gather", PRE_ACTIVATION, job.activation_bytes * model.fan_rows)
     elif model.placement.has_own_values:
-        # A rank computes all values of its part of the sequence, [c / T, b, v], and needs all tokens' for its heads.
+        # A rank computes all values of its part of the sequence, [c / T, b, v], and needs its heads' of all tokens.
         values_bytes = job.activation_bytes // job.tensor_ranks * model.value_size
         yield Term("tp", "all-to-all", "values, from tokens to heads", values_bytes)
     if model.query_groups < job.tensor_ranks:
         # Megatron gathers the whole output of QKV, and each rank takes its heads out of it.
         yield Term("tp", "all-gather", "QKV of shared groups", job.activation_bytes * model.qkv_rows)
     if job.parallel.exchanges_heads:
-        # A rank gives queries, keys and values of its part of the sequence, [c, b, (n + 2 g) / T, d], and gets those of
-        # the whole sequence for a part of the heads.
+        # A rank gives queries, keys and values of its part of the sequence, [c, b, heads / T, d], and gets those of the
+        # whole sequence for a part of the heads.
         heads = model.num_attention_heads + 2 * model.query_groups
         yield Term("cp", "all-to-all", "heads of queries, keys and values", _heads_bytes(job, heads))
 
@@ -179,10 +183,10 @@ def _heads_bytes(job: Job, heads: int) -> int:
 
 
 def _keys_and_values_bytes(job: Job) -> int:
-    """Return the bytes of keys and values of whole samples for one rank's heads, [s, b, heads, 2 d]."""
+    """Return the bytes of keys and values of whole samples for one rank's query groups, [s, b, groups, 2 d]."""
     model = job.model
-    heads = max(1, model.query_groups // job.tensor_ranks)
-    return job.micro_batch_size * model.seq_length * heads * 2 * model.kv_channels * job.element_bytes
+    groups = max(1, model.query_groups // job.tensor_ranks)
+    return job.micro_batch_size * model.seq_length * groups * 2 * model.kv_channels * job.element_bytes
 
 
 def _mlp(job: Job) -> Iterator[Term]:
@@ -190,19 +194,19 @@ def _mlp(job: Job) -> Iterator[Term]:
 
 
 def _mlp_output_bytes(job: Job) -> int:
-    """Return the bytes of the output of the MLP's second map: [c, b, h], or p | g if that map is a FAN layer's."""
+    """Return the bytes of the output of the MLP's second map: [c, b, h], or [c, b, k] if the map is a FAN map."""
     _, (rows, _) = job.model.ffn_maps
     return job.activation_bytes * rows
 
 
 def _gather(job: Job, message_bytes: int | None = None) -> Iterator[Term]:
-    """Yield the all-gather of parts of the sequence, under sequence parallelism alone: to [c, b, h] unless stated."""
+    """Under sequence parallelism, yield the all-gather of a sharded tensor: [c, b, h] unless its bytes are stated."""
     if job.parallel.sequence_parallel:
         yield Term("tp", "all-gather", ACTIVATIONS, message_bytes or job.hidden_bytes)
 
 
 def _sum(job: Job, message_bytes: int | None = None) -> Iterator[Term]:
-    """Yield the sum of the ranks' [c, b, h], unless stated; under sequence parallelism each rank keeps a part of it."""
+    """Yield the sum over the ranks of [c, b, h], unless bytes are stated; a reduce-scatter if the sum is sharded."""
     kind = "reduce-scatter" if job.parallel.sequence_parallel else "all-reduce"
     yield Term("tp", kind, ACTIVATIONS, message_bytes or job.hidden_bytes)
 
@@ -222,17 +226,17 @@ def _pipeline_terms(job: Job, stage: int) -> Iterator[Term]:
 
 
 def _replica_terms(job: Job, stage: int, chunk: Chunk, held: list[Weight]) -> Iterator[Term]:
-    """Yield a chunk's collectives over the replicas: the sum of gradients and, where the distributed optimizer shards
-    the sum, the gathering of updated weights.
+    """Yield a chunk's collectives over the replicas: the sum of gradients and, if the distributed optimizer shards the
+    update, the gathering of updated weights.
     """
     parallel = job.parallel
     is_limited = limits_buckets(parallel, stage, chunk)
     buckets = gradient_buffer(held, parallel, job.data_parallel_size, is_limited=is_limited).buckets
-    calls = len(buckets) if chunk.number == 0 else 1  # the buckets of a later chunk go together
+    calls = len(buckets) if chunk.number == 0 else 1  # all buckets of a later chunk go in one call
     elements = sum(buckets)
     kind = "reduce-scatter" if parallel.use_distributed_optimizer else "all-reduce"
     yield Term(job.state_group, kind, "gradients", elements * job.gradient_bytes, calls)
     if parallel.use_distributed_optimizer:
-        part = elements // job.state_ranks
-        yield Term("inter_dist_opt", "all-reduce", "gradients", part * job.gradient_bytes, calls)
+        shard = elements // job.state_ranks  # summed over the optimizer's instances, too
+        yield Term("inter_dist_opt", "all-reduce", "gradients", shard * job.gradient_bytes, calls)
         yield Term(job.state_group, "all-gather", "weights", elements * job.element_bytes, calls)

@@ -23,18 +23,16 @@ GIB = 2**30
 class Estimate:
     """A legal layout's memory and time."""
 
-    name: str
-    """The layout's name, as `--layouts` reads it."""
+    name: str  # the layout's, as `--layouts` reads it
     config: RunConfig
     job: Job
     machine: Machine
-    stages: tuple[RankMemory, ...]
-    """The memory of a rank of each pipeline stage."""
+    stages: tuple[RankMemory, ...]  # of a rank of each pipeline stage
     time: StepTime
 
     @property
     def heaviest(self) -> RankMemory:
-        """Return the stage that needs most."""
+        """Return the memory of the stage that needs the most."""
         return max(self.stages, key=lambda stage: stage.total_bytes)
 
     @property
@@ -84,7 +82,7 @@ def resolve_for_machine(config: RunConfig, machine: Machine) -> RunConfig:
 
 def check_formats(config: RunConfig, machine: Machine) -> None:
     """Raise InputError if a machine lacks the number formats or the FP8 recipe of a resolved configuration."""
-    machine.flops_per_second(config.precision.dtype)
+    machine.flops_per_second(config.precision.dtype)  # raises if the machine has none, as the next call
     if config.precision.fp8:
         machine.flops_per_second("fp8")
         if config.precision.fp8_recipe == "mxfp8" and not machine.has_mxfp8:

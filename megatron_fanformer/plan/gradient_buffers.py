@@ -16,12 +16,11 @@ from megatron_fanformer.model.placements import HEAD_NORMS
 from megatron_fanformer.runtime.layout import ParallelConfig
 
 WEIGHT_START = 64  # elements; with the distributed optimizer a weight starts at a multiple of it
-BUCKET_END = 128  # elements; and a bucket ends at a multiple of this and of the replicas
-LEAST_BUCKET = 40_000_000  # elements; if the layout names no bucket size
-BUCKET_PER_REPLICA = 1_000_000  # elements; the same, at many replicas
+BUCKET_END = 128  # elements; and a bucket ends at a multiple of this and of the ranks that share the state
+LEAST_BUCKET = 40_000_000  # elements; the default bucket size has at least so many,
+BUCKET_PER_REPLICA = 1_000_000  # and so many for each replica
 
-EMBEDDING = "word_embeddings"
-"""Part of an embedding's name; stands for the names of both copies of a tied embedding."""
+EMBEDDING = "word_embeddings"  # part of an embedding's name; stands for the names of both copies of a tied one
 
 
 class OptimizerStates(Protocol):
@@ -41,11 +40,11 @@ class OptimizerStates(Protocol):
 class Weight(NamedTuple):
     """One parameter of one rank."""
 
-    name: str  # in Megatron; a layer's has no layer number
+    name: str  # in Megatron, without the number of its layer
     elements: int
     is_partial: bool = False
-    """True if a tensor parallel rank computes the gradient from its part of the sequence, or its heads, alone: the sum
-    over the ranks is the gradient."""
+    """True if each tensor parallel rank has the whole weight, and computes the gradient of its part of the sequence, or
+    of its heads, alone: the sum over the ranks is the weight's gradient."""
     is_shared: bool = False  # one of two copies of a tied embedding, on the first and the last stage
 
     @property
@@ -87,33 +86,33 @@ def chunks(model: FANformerConfig, parallel: ParallelConfig, stage: int) -> list
 
 def weights(model: FANformerConfig, parallel: ParallelConfig, chunk: Chunk) -> list[Weight]:
     """Return the weights of a chunk on one tensor parallel rank, in the order of Megatron's local modules."""
-    vocabulary = model.padded_vocab_size // parallel.tensor_model_parallel_size * model.hidden_size
+    matrix_elements = model.padded_vocab_size // parallel.tensor_model_parallel_size * model.hidden_size
     is_tied = not model.untie_embeddings_and_output_weights
     has_two_copies = is_tied and parallel.pipeline_model_parallel_size > 1
     held = [*layer_weights(model, parallel)] * chunk.layers
     if chunk.has_embedding:
-        held.insert(0, Weight("embedding.word_embeddings.weight", vocabulary, is_shared=has_two_copies))
+        held.insert(0, Weight("embedding.word_embeddings.weight", matrix_elements, is_shared=has_two_copies))
     if chunk.has_head:
         held.append(Weight("decoder.final_layernorm.weight", model.hidden_size, parallel.sequence_parallel))
         if not is_tied or has_two_copies:
-            held.append(Weight("output_layer.weight", vocabulary, is_shared=has_two_copies))
+            held.append(Weight("output_layer.weight", matrix_elements, is_shared=has_two_copies))
     return held
 
 
 def layer_weights(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[Weight]:
-    """Yield the weights of a layer on one tensor parallel rank."""
+    """Yield the weights of a layer on one tensor parallel rank, in the order of Megatron's local modules."""
     h, ranks, is_partial = model.hidden_size, parallel.tensor_model_parallel_size, parallel.sequence_parallel
     placement = model.placement
     (rows, columns), (rows_2, columns_2) = model.ffn_maps
-    in_sequence = parallel.fan_form == "sequence"
-    fan_rows = model.fan_rows // (1 if in_sequence else ranks)
-    fan = [Weight("self_attention.fan.linear.weight", fan_rows * h, in_sequence)]
-    fan += [Weight("self_attention.fan.linear.bias", fan_rows, in_sequence)] if model.fan.bias else []
+    has_whole_fan = parallel.fan_form == "sequence"
+    fan_rows = model.fan_rows // (1 if has_whole_fan else ranks)
+    fan = [Weight("self_attention.fan.linear.weight", fan_rows * h, has_whole_fan)]
+    fan += [Weight("self_attention.fan.linear.bias", fan_rows, has_whole_fan)] if model.fan.bias else []
     qkv = Weight(
         f"self_attention.linear_{'qk' if placement.has_own_values else 'qkv'}.weight", model.qkv_rows // ranks * h
     )
-    head_norms = [Weight(norm.name, model.kv_channels, True) for norm in HEAD_NORMS if norm.exists_in(model)]
-    biases = placement.has_fan_mlp and model.fan.bias
+    head_norms = [Weight(norm.name, model.kv_channels, is_partial=True) for norm in HEAD_NORMS if norm.exists_in(model)]
+    has_biases = placement.has_fan_mlp and model.fan.bias
     yield Weight("input_layernorm.weight", h, is_partial)
     yield Weight("self_attention.linear_proj.weight", model.num_attention_heads // ranks * model.kv_channels * h)
     if placement.has_own_values:  # its attention has the FAN map before QKV
@@ -122,10 +121,10 @@ def layer_weights(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[
         yield from (qkv, *head_norms, *(fan if model.has_fan else ()))
     yield Weight("pre_mlp_layernorm.weight", h, is_partial)
     yield Weight("mlp.linear_fc1.weight", rows // ranks * columns)
-    if biases:
+    if has_biases:
         yield Weight("mlp.linear_fc1.bias", rows // ranks)
     yield Weight("mlp.linear_fc2.weight", rows_2 * columns_2 // ranks)
-    if biases:  # whole on each rank, which adds it to its part of the sequence
+    if has_biases:  # the bias is whole on each rank, which adds it to the rank's part of the sequence
         yield Weight("mlp.linear_fc2.bias", rows_2, is_partial)
 
 
@@ -143,16 +142,16 @@ class GradientBuffer(NamedTuple):
 
     def shard_elements(self, ranks: int, rank: int = 0) -> list[int]:
         """Return how many elements of each weight a rank updates, if `ranks` ranks share every bucket equally."""
-        held, weight = [], 0
-        for start, end in itertools.pairwise(self.ends):
-            size = (end - start) // ranks
-            shard_start = start + rank * size
-            while weight < len(self.starts) and self.starts[weight] < end:
-                weight_start = self.starts[weight]
-                last = min(weight_start + self.elements[weight], shard_start + size)
-                held.append(max(0, last - max(weight_start, shard_start)))
+        updated, weight = [], 0
+        for bucket_start, bucket_end in itertools.pairwise(self.ends):
+            size = (bucket_end - bucket_start) // ranks
+            shard_start = bucket_start + rank * size
+            while weight < len(self.starts) and self.starts[weight] < bucket_end:
+                start = max(self.starts[weight], shard_start)
+                end = min(self.starts[weight] + self.elements[weight], shard_start + size)
+                updated.append(max(0, end - start))
                 weight += 1
-        return held
+        return updated
 
 
 def state_bytes(held: Sequence[Weight], elements: Sequence[int], optimizer: OptimizerStates) -> int:
@@ -172,7 +171,7 @@ def first_stage_weights(model: FANformerConfig, parallel: ParallelConfig, layers
 
 def first_stage_buckets(model: FANformerConfig, parallel: ParallelConfig, data_parallel_size: int, layers: int) -> int:
     """Return the number of gradient buckets of a rank of the first stage, if that has `layers` layers."""
-    held = first_stage_weights(model, parallel, -(-layers // parallel.virtual_stages))
+    held = first_stage_weights(model, parallel, -(-layers // parallel.virtual_stages))  # of its first chunk
     buffer = gradient_buffer(held, parallel, data_parallel_size, is_limited=bool(parallel.overlap_grad_reduce))
     return len(buffer.buckets) + parallel.virtual_stages - 1  # each chunk after the first is one bucket
 
@@ -182,14 +181,14 @@ def gradient_buffer(
 ) -> GradientBuffer:
     """Return the layout of a chunk's gradients in their buffer.
 
-    The distributed optimizer pads each bucket to divide over the ranks that share its state, and gives a shared
-    embedding a separate bucket, so that both copies are sharded alike. Other optimizers need neither.
+    The distributed optimizer pads each bucket, which then divides over the ranks that share the state, and gives a
+    shared embedding a separate bucket, so that both copies are sharded alike. Other optimizers need neither.
 
     Args:
         is_limited: whether the size of buckets is limited (`limits_buckets`); if not, the chunk is one bucket.
     """
-    limit = parallel.ddp_bucket_size or max(LEAST_BUCKET, BUCKET_PER_REPLICA * data_parallel_size)
-    size = limit if is_limited else math.inf  # elements at which a bucket ends
+    default = max(LEAST_BUCKET, BUCKET_PER_REPLICA * data_parallel_size)
+    size = (parallel.ddp_bucket_size or default) if is_limited else math.inf  # elements at which a bucket ends
     is_sharded = parallel.use_distributed_optimizer
     unit = math.lcm(parallel.state_ranks(data_parallel_size), BUCKET_END) if is_sharded else 1
     alignment = WEIGHT_START if is_sharded else 1
@@ -211,7 +210,10 @@ def gradient_buffer(
 
 
 def limits_buckets(parallel: ParallelConfig, stage: int, chunk: Chunk) -> bool:
-    """Return whether a chunk's buckets are limited in size: other chunks have time to send all gradients at once."""
+    """Return whether a chunk's buckets are limited in size: with overlap, those of the model's first chunk alone.
+
+    Backward ends in that chunk. All gradients of another chunk are sent at once, beside the rest of backward.
+    """
     return bool(parallel.overlap_grad_reduce) and stage == 0 and chunk.number == 0
 
 

@@ -1,8 +1,8 @@
-"""The job whose memory, time and communication this room predicts: a model in one layout; and the model's FLOPs.
+"""The job whose memory, time and communication this package predicts: a model in one layout; and the model's FLOPs.
 
-Shapes, here and in `communication`: s tokens per sample, b samples per micro batch, T, C and P tensor, context and
-pipeline parallel ranks, D replicas, h hidden size, k rows of the FAN map ((1 - p_ratio) h), v width of all values;
-c = s / C tokens of a sample on one context parallel rank.
+Shapes, here and in `communication`: s tokens per sample, b samples per micro batch, T tensor and C context parallel
+ranks, c = s / C tokens of a sample on one context parallel rank; h hidden size, v width of all values, d of one head.
+The FAN map gives p | g, of k = (1 - p_ratio) h numbers a token; X_F = [cos p, sin p, g], of h numbers, enters QKV.
 """
 
 from dataclasses import dataclass
@@ -24,18 +24,12 @@ class Job:
     model: FANformerConfig
     parallel: ParallelConfig
     kernels: KernelsConfig
-    precision: PrecisionConfig
-    """Number formats; `dtype` is fp32 or bf16, not auto."""
+    precision: PrecisionConfig  # `dtype` is fp32 or bf16, not auto
     optimizer: OptimizerStates
-    """The optimizer, for the states that it keeps of each weight."""
-    data_parallel_size: int
-    """Replicas, each of which context parallelism may spread further."""
-    micro_batch_size: int
-    """Samples per micro batch."""
-    num_micro_batches: int
-    """Micro batches of one replica per step."""
-    layers: Layers
-    """Implementation of the layers: Transformer Engine's, or Megatron's and ours."""
+    data_parallel_size: int  # replicas, each of which context parallelism may spread further
+    micro_batch_size: int  # samples per micro batch
+    num_micro_batches: int  # of one replica per step
+    layers: Layers  # their implementation: Transformer Engine's, or Megatron's and ours
     has_document_ids: bool = False
     """True if samples have the numbers of their documents, which every stage reads: `data.reset_attention_mask`."""
     on_cpu: bool = False
@@ -47,7 +41,7 @@ class Job:
 
     @property
     def stages(self) -> int:
-        """Return P, the number of pipeline stages."""
+        """Return the number of pipeline stages."""
         return self.parallel.pipeline_model_parallel_size
 
     @property
@@ -97,7 +91,7 @@ class Job:
 
     @property
     def fuses_input_norm(self) -> bool:
-        """Return whether the input norm is computed inside the map that reads it, which recomputes it in backward.
+        """Return whether the map that reads the input norm also computes that norm, and does so again in backward.
 
         The Engine fuses norms into the maps after them, except the input norm before a FAN map of the `sequence` form.
         """
@@ -106,8 +100,8 @@ class Job:
     @property
     def has_ring(self) -> bool:
         """Return whether context parallel ranks send keys and values in a ring, as the Engine does by default."""
-        is_sent = self.layers == "transformer_engine" and self.parallel.cp_comm_type in (None, "p2p")
-        return is_sent and self.parallel.context_parallel_size > 1
+        is_chosen = self.parallel.cp_comm_type in (None, "p2p") and self.layers == "transformer_engine"
+        return is_chosen and self.parallel.context_parallel_size > 1
 
     @property
     def gathers_twice(self) -> bool:
@@ -115,14 +109,14 @@ class Job:
 
         The Engine does so if it is configured to gather; the local layers keep the gathered keys and values.
         """
-        is_engine = self.layers == "transformer_engine" and self.parallel.context_parallel_size > 1
-        return is_engine and self.parallel.cp_comm_type == "all_gather"
+        is_chosen = self.parallel.cp_comm_type == "all_gather" and self.layers == "transformer_engine"
+        return is_chosen and self.parallel.context_parallel_size > 1
 
     @property
     def keeps_scores(self) -> bool:
         """Return whether attention is plain matrix products, which keep every score for backward.
 
-        The Engine's is plain if `attention_backend` says so, and always in float32; the local layers ignore the field.
+        The Engine's attention is plain if `attention_backend` says so, and always in float32; the local layers' never.
         """
         is_plain = self.kernels.attention_backend == "unfused" or self.precision.dtype == "fp32"
         return self.layers == "transformer_engine" and is_plain
@@ -162,10 +156,10 @@ class Job:
 
 def forward_flops_per_token(config: FANformerConfig, seq_length: int | None = None) -> int:
     """Return the FLOPs of one token's forward pass, at the mean context of a sample of `seq_length` tokens."""
-    h, heads = config.hidden_size, config.num_attention_heads * config.kv_channels
+    h, heads_width = config.hidden_size, config.num_attention_heads * config.kv_channels
     mlp = sum(rows * columns for rows, columns in config.ffn_maps)
-    scores_and_context = 2 * heads * (seq_length or config.seq_length) // 2
-    layer = h * (config.fan_rows + config.qkv_rows + heads) + mlp + scores_and_context
+    scores_and_context = 2 * heads_width * (seq_length or config.seq_length) // 2
+    layer = h * (config.fan_rows + config.qkv_rows + heads_width) + mlp + scores_and_context
     return 2 * (config.num_layers * layer + h * config.padded_vocab_size)
 
 

@@ -22,7 +22,7 @@ class MemoryTracker(TorchDispatchMode):
         self.peak_bytes = 0
         """The largest value of `held_bytes` so far."""
         self._sizes: dict[int, int] = {}  # by the storage's address in C++
-        self._references: dict[int, Any] = {}
+        self._references: dict[int, Any] = {}  # weak ones, also by address: each calls `_forget` if it is held itself
 
     def __enter__(self) -> Any:
         self._resize = resize = torch.UntypedStorage.resize_
@@ -33,7 +33,7 @@ class MemoryTracker(TorchDispatchMode):
                 self._note(storage)
             return result
 
-        torch.UntypedStorage.resize_ = resize_and_note  # type: ignore  # no dispatch mode sees it
+        torch.UntypedStorage.resize_ = resize_and_note  # type: ignore  # no dispatch mode sees a resize
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:

@@ -113,7 +113,7 @@ class Machine:
         """Yield the rules that these figures break, one line each."""
         links = {f"{link}.{name}": value for link in LINKS for name, value in vars(getattr(self, link)).items()}
         for name, value in {**vars(self), **links}.items():
-            if type(value) in (int, float):
+            if type(value) in (int, float):  # but not bool
                 may_be_zero = name.endswith(MAY_BE_ZERO)
                 if value < 0 or (value == 0 and not may_be_zero):
                     yield f"machine.{name} is {value}; it must be {'at least' if may_be_zero else 'above'} 0"
@@ -140,7 +140,7 @@ def machine_of_device(name: str) -> Machine | None:
 def load_machine(name_or_file: str) -> Machine:
     """Return a known machine by its name, or the one that a YAML or JSON file describes.
 
-    A file has the fields of `Machine`, or those that differ and `like: NAME`, of which it takes the others.
+    A file has the fields of `Machine`, or `like: NAME` and the fields that differ from those of the known machine NAME.
 
     Raises:
         InputError: there is no such machine or file, or the file describes no machine; one line for each problem.
@@ -165,7 +165,7 @@ def load_machine(name_or_file: str) -> Machine:
 
 
 def build_machine(values: Mapping[str, Any], source: str) -> Machine:
-    """Build a machine from plain values, and from the known machine that `like` names where they lack a field.
+    """Build a machine from plain values; fields that they, or their links, lack are those of the machine in `like`.
 
     Raises InputError if the values describe no machine; every line of the message begins with `source`.
     """

@@ -1,11 +1,11 @@
 """Updates of whole matrices, as Muon computes them: the rank that updates each matrix, communication and memory.
 
-A stage's tensor parallel and data parallel ranks hold a matrix in parts. Each matrix has one rank that owns it: it gets
-the parts of the others, computes the update of the whole, and sends their parts back. So ranks share the work, and the
-update is that of the whole matrix in every layout. Without the distributed optimizer replicas have the same parts, and
-the tensor parallel ranks alone share the work.
+A stage's tensor parallel and data parallel ranks hold a matrix in parts. One of these ranks, the matrix's owner, gets
+all parts of the gradient, computes the update of the whole matrix, and sends each rank its part of the update. So ranks
+share the work, and every layout gives the same update. Without the distributed optimizer, replicas have the same parts,
+and the tensor parallel ranks alone share the work.
 
-Ranks are numbered as in megatron-core's group of both, tensor parallel ones first.
+Ranks are numbered as in megatron-core's group of tensor and data parallel ranks: tensor parallel ones are innermost.
 """
 
 import heapq
@@ -24,10 +24,9 @@ from megatron_fanformer.plan.gradient_buffers import (
 )
 from megatron_fanformer.plan.job import ELEMENT_BYTES, Job
 
-MAIN_BYTES = 4  # of an element of a momentum, and of its sums
+MAIN_BYTES = 4  # of an element of a gradient with Nesterov's momentum, which is in float32
 NEWTON_SCHULZ_STEPS = 5
-BY_MUON = "is_orthogonalized"
-"""Entry of the parameter groups of matrices that Muon updates."""
+BY_MUON = "is_orthogonalized"  # entry of the parameter groups of matrices that Muon updates
 
 
 class Term(NamedTuple):
@@ -36,8 +35,7 @@ class Term(NamedTuple):
     group: str
     kind: str
     purpose: str
-    message_bytes: int
-    """Bytes of all calls together."""
+    message_bytes: int  # of all calls together
     calls: int = 1
 
     def times(self, number: int) -> "Term":
@@ -66,7 +64,7 @@ def newton_schulz_flops(rows: int, columns: int) -> int:
 
 
 def owners(flops: Sequence[int], ranks: int) -> list[int]:
-    """Assign an owner to each matrix, from the most FLOPs down: the rank that has the fewest FLOPs so far."""
+    """Return the owner of each matrix: from the most FLOPs down, each goes to the rank with the fewest FLOPs so far."""
     loads, owner = [(0, rank) for rank in range(ranks)], [0] * len(flops)
     for matrix in sorted(range(len(flops)), key=lambda matrix: (-flops[matrix], matrix)):
         load, owner[matrix] = loads[0]
@@ -94,18 +92,19 @@ class MatrixUpdates:
         self._job, self._stage, self._tensor = job, stage, job.tensor_ranks
         self.dtype = "fp32" if job.on_cpu else "bf16"  # of the products, and of the exchanged parts
         self._element_bytes = ELEMENT_BYTES[self.dtype]
-        self._replicas = job.state_ranks
-        self._group, self._ranks = "tp" if self._replicas == 1 else "tp_dp_cp", self._tensor * self._replicas
+        self._replicas = job.state_ranks  # those that share the work
+        self._ranks = self._tensor * self._replicas
+        self._group = "tp" if self._replicas == 1 else "tp_dp_cp"
         self._matrix_of = {
             weight: _matrix(job.model, weight, self._tensor)
             for weight in layer_weights(job.model, parallel)
             if job.optimizer.takes_whole(weight.name, weight.dimensions)
         }
-        held = chunks(job.model, parallel, stage) if self._matrix_of else []
-        self._chunks = [(chunk, weights(job.model, parallel, chunk)) for chunk in held]
+        stage_chunks = chunks(job.model, parallel, stage) if self._matrix_of else []
+        self._chunks = [(chunk, weights(job.model, parallel, chunk)) for chunk in stage_chunks]
         stage_weights = (weight for _, chunk_weights in self._chunks for weight in chunk_weights)
         self.matrices = [self._matrix_of[weight] for weight in stage_weights if weight in self._matrix_of]
-        flops = {matrix: matrix.flops for matrix in set(self.matrices)}
+        flops = {matrix: matrix.flops for matrix in set(self.matrices)}  # all layers have equal matrices
         self._flops = [flops[matrix] for matrix in self.matrices]
         self._owner = owners(self._flops, self._ranks)
 
@@ -127,7 +126,7 @@ class MatrixUpdates:
         tensor, replica = rank % self._tensor, rank // self._tensor
         sent = returned = 0
         for matrix, elements, owner in zip(self.matrices, self._pieces(replica), self._owner, strict=True):
-            if tensor == 0 or not matrix.is_replicated:
+            if tensor == 0 or not matrix.is_replicated:  # of equal copies the first rank sends its own
                 sent += elements
             if owner == rank:
                 returned += matrix.rows * matrix.columns * (self._tensor if matrix.is_replicated else 1)
@@ -136,36 +135,36 @@ class MatrixUpdates:
         yield Term(self._group, "all-to-all", "updates of matrices", returned * self._element_bytes, calls)
 
     def working_bytes(self) -> int:
-        """Return the most bytes that the first rank needs in a round, beside the optimizer's states: parts of momentum
-        sums of the round's matrices; copies of the matrix that the rank owns, and two products of it with itself.
+        """Return the most bytes that the first rank needs in a round, beside the optimizer's states: for its parts of
+        the round's gradients, for copies of the matrix that it owns, and for two products of that matrix with itself.
         """
         pieces, most = list(self._pieces(0)), 0
         for numbers in rounds(self._owner):
             held = MAIN_BYTES * sum(pieces[number] for number in numbers)
             for matrix in (self.matrices[number] for number in numbers if self._owner[number] == 0):
-                copies = 2 if self._ranks == 1 else 3  # two steps of the iteration; the matrix that it received
+                copies = 2 if self._ranks == 1 else 3  # before and after a Newton-Schulz step; as other ranks sent it
                 short = max(min(rows, matrix.columns) for rows in matrix.part_rows)
                 held += self._element_bytes * (copies * matrix.rows * matrix.columns + 2 * short * short)
             most = max(most, held)
         return most
 
     def _pieces(self, replica: int) -> Iterator[int]:
-        """Yield, for each matrix, how many elements of a tensor parallel rank's part one of its replicas holds."""
+        """Yield, for each matrix, how many elements of a tensor parallel rank's part the replica `replica` updates."""
         job = self._job
         for chunk, held in self._chunks:
             is_limited = limits_buckets(job.parallel, self._stage, chunk)
             buffer = gradient_buffer(held, job.parallel, job.data_parallel_size, is_limited=is_limited)
             shares = buffer.shard_elements(self._replicas, replica) if self._replicas > 1 else buffer.elements
-            for weight, elements in zip(held, reversed(shares), strict=True):
+            for weight, elements in zip(held, reversed(shares), strict=True):  # a buffer has the last weight first
                 if weight in self._matrix_of:
                     yield elements
 
 
 def _matrix(model: FANformerConfig, weight: Weight, tensor: int) -> Matrix:
-    """Return the whole matrix of a weight of one of `tensor` tensor parallel ranks."""
+    """Return the matrix of which `weight` is the part of one of `tensor` tensor parallel ranks."""
     tensor_of_layer = model.placement.tensor(weight.name)
     *_, columns = (size.value(model) for size in tensor_of_layer.shape)
-    rows = weight.elements * (1 if weight.is_partial else tensor) // columns  # of both FAN maps, where there are two
+    rows = weight.elements * (1 if weight.is_partial else tensor) // columns  # one weight may hold two FAN maps
     heads_of_group = model.num_attention_heads // model.query_groups
     group_rows = tensor_of_layer.rows_of_group(heads_of_group, model.kv_channels)
     part_rows = tuple(model.query_groups * part for part in group_rows) or (rows,)

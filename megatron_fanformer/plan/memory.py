@@ -1,8 +1,8 @@
 """The memory of one rank in a training step, by purpose and by formula: its tensors at the peak of the step.
 
-First come the tensors that stay from step to step: weights, gradients, main weights, moments. Beside them the moments
-of a step hold activations of the micro batches in flight and, on top of these, the backward of a layer, the loss head,
-or the gradient of the embedding. Each moment is written down; the peak is the largest.
+First come the tensors that stay from step to step: weights, gradients, main weights, the optimizer's moments. Beside
+them a step holds activations of the micro batches in flight and, on top of these, the working memory of a layer's
+backward, the loss head, the embedding's gradient or the update. A snapshot is taken of each; the largest is the peak.
 
 The local layers are described as torch runs them on a CPU, where tests measure them (docs/planning.md says how far off
 the formula is); the Engine's as its fused kernels run on a GPU.
@@ -56,10 +56,8 @@ class RankMemory:
     """The tensors of a rank at the peak of a step."""
 
     stage: int
-    moment: str
-    """The rank's work at the peak."""
-    lines: dict[str, int]
-    """Bytes by purpose."""
+    moment: str  # the rank's work at the peak
+    lines: dict[str, int]  # bytes by purpose
 
     @property
     def total_bytes(self) -> int:
@@ -71,8 +69,8 @@ class MemorySnapshot(NamedTuple):
     """Memory at one moment of the step, beside the tensors that stay from step to step."""
 
     name: str
-    activations: int  # of all micro batches in flight
-    working: int  # beside them
+    activations: int  # bytes, of all micro batches in flight
+    working: int  # bytes, beside the activations
 
 
 def rank_memory(job: Job, stage: int) -> RankMemory:
@@ -151,7 +149,8 @@ def _buffers(shapes: LayerShapes, stage: int, held: list[Chunk]) -> dict[str, in
         lines["Transformer Engine's dummy weight gradients"] = _dummy_gradients(shapes, held)
     elif shapes.is_sharded:
         lines["buffer of the sequence's gather"] = shapes.gathered
-    if job.parallel.virtual_stages > 1 and _passes_ahead(job, stage) < len(held) * job.num_micro_batches - 1:
+    alternates = _passes_ahead(job, stage) < len(held) * job.num_micro_batches - 1  # forward with backward
+    if job.parallel.virtual_stages > 1 and alternates:
         lines["pipeline receive buffers"] = PREFETCHED * shapes.stream
     samples = job.micro_batch_size * job.model.seq_length * SAMPLE_BYTES
     lines["samples and rotary angles"] = samples + len(held) * job.model.seq_length * job.model.kv_channels * FLOAT
@@ -159,7 +158,7 @@ def _buffers(shapes: LayerShapes, stage: int, held: list[Chunk]) -> dict[str, in
 
 
 def _dummy_gradients(shapes: LayerShapes, held: list[Chunk]) -> int:
-    """Return the bytes of the dummies, one for each shape of a weight, that autograd gets if products add gradients."""
+    """Return the bytes of the dummies, one for each shape of weight, in place of gradients that products add."""
     if not shapes.is_fused:
         return 0
     hidden = shapes.hidden
@@ -171,19 +170,19 @@ def _dummy_gradients(shapes: LayerShapes, held: list[Chunk]) -> int:
     return dummies + (shapes.vocabulary_weight if has_megatrons_head else 0)
 
 
-# -- the moments of a step
+# -- within a step
 
 
 def _snapshots(shapes: LayerShapes, stage: int, held: list[Chunk]) -> Iterator[MemorySnapshot]:
-    """Yield the moments of forward and backward at which memory may peak."""
+    """Yield the memory at each moment of forward and backward at which it may peak."""
     job, layer = shapes.job, layer_memory(shapes.job)
     rises = [_chunk_rise(shapes, layer, chunk.layers) for chunk in held]
     # The forward passes whose activations are held when the first backward begins. The interleaved schedule runs as
     # many micro batches through one chunk, before the next, as there are stages.
     passes = min(_passes_ahead(job, stage) + 1, len(held) * job.num_micro_batches)
-    alive = Counter(number // job.stages % len(held) for number in range(passes))
-    kept = sum(number * rises[chunk].saved for chunk, number in alive.items())
-    # The schedule keeps the last input gradient that it sent back and, in forward, the input of that gradient, too.
+    chunk_passes = Counter(number // job.stages % len(held) for number in range(passes))  # of each chunk
+    kept = sum(count * rises[chunk].saved for chunk, count in chunk_passes.items())
+    # 1F1B keeps the last input gradient that it sent back and, in forward, the input of that gradient, too.
     sent = shapes.stream if stage > 0 and len(held) == 1 else 0
     for chunk, rise in zip(held, rises, strict=True):
         yield MemorySnapshot("backward of a layer", kept, rise.backward + sent)
@@ -192,11 +191,11 @@ def _snapshots(shapes: LayerShapes, stage: int, held: list[Chunk]) -> Iterator[M
             yield MemorySnapshot("loss head", kept + head.saved, head.backward + 2 * sent)
         if chunk.has_embedding:
             gradient = embedding_backward(shapes, has_head=chunk.has_head)
-            yield MemorySnapshot("gradient of the embedding", kept - rise.saved, gradient)
+            yield MemorySnapshot("gradient of the embedding", kept - rise.saved, gradient)  # the chunk's are freed
 
 
 def _update(job: Job, stage: int, chunk_weights: list[_ChunkWeights]) -> MemorySnapshot:
-    """Return the memory of the update: float32 copies of narrower gradients, and working memory for matrices."""
+    """Return the memory of the update: float32 copies of narrower gradients, and what Muon needs for its matrices."""
     updated = sum(sum(chunk.updated) for chunk in chunk_weights)
     gradient_copies = FLOAT * updated if job.gradient_bytes < FLOAT else 0
     matrices = MatrixUpdates(job, stage).working_bytes()
@@ -213,8 +212,9 @@ def _passes_ahead(job: Job, stage: int) -> int:
 def _chunk_rise(shapes: LayerShapes, layer: Rise, layers: int) -> Rise:
     """Return the memory of a chunk of `layers` layers.
 
-    `full` recomputation keeps inputs alone: method `uniform` one for every `recompute_num_layers` layers, which are
-    recomputed together; `block` those of the first `recompute_num_layers` layers, recomputed one by one.
+    With `full` recomputation, method `uniform` keeps one input for every `recompute_num_layers` layers, which are
+    recomputed together. `block` keeps the inputs of the first `recompute_num_layers` layers, recomputed one by one. By
+    then the backward of the other layers has freed all that those kept.
     """
     parallel = shapes.job.parallel
     if not layers:
@@ -226,6 +226,6 @@ def _chunk_rise(shapes: LayerShapes, layer: Rise, layers: int) -> Rise:
         return Rise(layers // number * shapes.stream, number * layer.saved + layer.backward)
     recomputed = min(layers, number)
     kept = layers - recomputed
-    last = layer.backward if kept else 0
-    again = layer.saved + layer.backward - kept * layer.saved if recomputed else 0
-    return Rise(recomputed * shapes.stream + kept * layer.saved, max(last, again))
+    kept_backward = layer.backward if kept else 0
+    recomputed_backward = layer.saved + layer.backward - kept * layer.saved if recomputed else 0
+    return Rise(recomputed * shapes.stream + kept * layer.saved, max(kept_backward, recomputed_backward))

@@ -90,11 +90,10 @@ def layout_lines(config: RunConfig, base: RunConfig) -> list[str]:
 def all_layouts(config: RunConfig, gpus: int) -> Iterator[list[RunConfig]]:
     """Yield every layout on `gpus` GPUs, legal or not, as a list of configurations with rising micro batch sizes.
 
-    Stages have equally many layers, and nothing is recomputed. Of two spellings of a layout one is yielded: sequence
-    parallelism and the `sequence` form need several tensor parallel ranks, chunks several stages whose layers they
-    divide.
+    Stages have equally many layers, and nothing is recomputed. No layout is yielded in two spellings: sequence
+    parallelism is tried with several tensor parallel ranks alone, and chunks with several stages alone.
     """
-    # Attention within documents supports this exchange alone.
+    # Attention within documents needs the exchange of heads.
     exchange = "a2a" if config.data.reset_attention_mask else config.parallel.cp_comm_type
     degrees = [
         (tensor, context, pipeline)
@@ -106,7 +105,7 @@ def all_layouts(config: RunConfig, gpus: int) -> Iterator[list[RunConfig]]:
     for tensor, context, pipeline in degrees:
         replicas = gpus // (tensor * context * pipeline)
         samples, rest = divmod(config.training.global_batch_size, replicas)
-        micro_batches = [
+        micro_batches = [  # size 1 if none is legal
             dataclasses.replace(config.training, micro_batch_size=size)
             for size in ([1] if rest or not samples else divisors(samples))
         ]
@@ -140,7 +139,7 @@ def _bucket_size(config: RunConfig, parallel: ParallelConfig) -> int | None:
     is_overlapped = config.runtime.device != "cpu" and parallel.overlap_grad_reduce is not False
     if parallel.ddp_bucket_size is not None or default == LEAST_BUCKET or not is_overlapped:
         return parallel.ddp_bucket_size
-    layers = (parallel.layers_per_stage(config.model.num_layers) or [0])[0]
+    layers = (parallel.layers_per_stage(config.model.num_layers) or [0])[0]  # of the first stage
     elements = sum(weight.elements for weight in first_stage_weights(config.model, parallel, layers))
     size = round(elements / MANY_BUCKETS / MILLION) * MILLION
     return size if size and elements < FEW_BUCKETS * default else None
@@ -159,7 +158,7 @@ def recomputations(config: RunConfig) -> list[RunConfig]:
 
     Configured `recompute_modules`, other than the default, take the place of the second and third.
     """
-    parallel, cheap = config.parallel, list[RecomputeModule]()
+    parallel, cheap = config.parallel, list[RecomputeModule]()  # `cheap`: parts without a matrix product
     # The Engine fuses all norms but the input norm of the `sequence` form.
     has_plain_norm = config.kernels.transformer_impl == "local" or parallel.fan_form == "sequence"
     if has_plain_norm and can_recompute_norms(config.precision):
@@ -167,7 +166,7 @@ def recomputations(config: RunConfig) -> list[RunConfig]:
     refusals = fan_recompute_problems(config.model, parallel.tensor_model_parallel_size)
     if config.model.has_fan and not any(refusals):
         cheap.append("fan")
-    modules = [*filter(None, [cheap]), [*cheap, "mlp"]]
+    modules = [cheap, [*cheap, "mlp"]] if cheap else [["mlp"]]
     if parallel.recompute_modules != ParallelConfig().recompute_modules:
         modules = [parallel.recompute_modules]
     choices: list[dict[str, Any]] = [
@@ -186,10 +185,8 @@ class RejectedClass:
     """Layouts that one rule rejects; a layout that breaks several rules is in several classes."""
 
     count: int
-    example: str
-    """The name of one of these layouts, as `--layouts` reads it; if they do not fit, of the one that needs least."""
-    message: str
-    """The message by which `train`, too, refuses the example."""
+    example: str  # name of one of these layouts, as `--layouts` reads it; if they do not fit, of that which needs least
+    message: str  # by which `train`, too, refuses the example
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,7 +261,10 @@ def search(config: RunConfig, gpus: int, machine: Machine) -> Findings:
 
 
 def _classes(rejections: Iterable[tuple[str, Example]], name: Callable[[Example], str]) -> list[RejectedClass]:
-    """Group rejected examples whose messages differ in numbers alone; the largest class comes first."""
+    """Group pairs of a message and an example, of which `name` returns the name, by messages without their numbers.
+
+    The largest class comes first; it has the message and the name of its first example.
+    """
     classes: dict[str, list[tuple[str, Example]]] = {}
     for message, example in rejections:
         classes.setdefault(NUMBERS.sub("N", message), []).append((message, example))

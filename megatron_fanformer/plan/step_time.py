@@ -30,14 +30,10 @@ class StepTime:
     """The time of a step and its parts, on the rank that the others wait for."""
 
     seconds: float
-    relative_error: float
-    """Of `seconds`, as the machine states it."""
-    parts: dict[str, float]
-    """Seconds by purpose, which sum to `seconds`."""
-    tokens_per_second: float
-    """Of all ranks together."""
-    model_flops_utilization: float
-    """Model FLOP/s, as a share of the data sheet's matrix rate in the weights' format."""
+    relative_error: float  # of `seconds`, as the machine states it
+    parts: dict[str, float]  # seconds by purpose, which sum to `seconds`
+    tokens_per_second: float  # of all ranks together
+    model_flops_utilization: float  # model FLOP/s, as a share of the data sheet's matrix rate in the weights' format
 
 
 def step_time(job: Job, machine: Machine, *, overlaps_tensor_parallel: bool = False) -> StepTime:
@@ -55,7 +51,7 @@ def step_time(job: Job, machine: Machine, *, overlaps_tensor_parallel: bool = Fa
     layers = [sum(stage) for stage in chunk_layers]
     layer = _layer(job, machine, overlaps_tensor_parallel)
     recomputed = sum(recomputed_layers(job, number) for stage in chunk_layers for number in stage)
-    layer["recomputation"] *= recomputed / job.model.num_layers
+    layer["recomputation"] *= recomputed / job.model.num_layers  # the mean of all layers
     head = _loss_head(job, machine)
     stages = [number * sum(layer.values()) for number in layers]
     stages[-1] += head
@@ -65,7 +61,7 @@ def step_time(job: Job, machine: Machine, *, overlaps_tensor_parallel: bool = Fa
     if job.stages > 1:
         virtual = job.parallel.virtual_stages
         parts["pipeline bubble"] = (sum(stages) - stages[slowest]) / virtual
-        exchange = 2 * _collectives(job, machine, [Term("pp", "send", "", job.boundary_bytes)])
+        exchange = 2 * _collectives(job, machine, [Term("pp", "send", "", job.boundary_bytes)])  # there and back
         exposed = 1 - machine.overlap if virtual > 1 else 1
         parts["pipeline sends"] = exchange * (job.stages - 1 + exposed * virtual * job.num_micro_batches)
     parts |= _once_a_step(job, machine, layers[0], sum(parts.values()) / job.num_micro_batches)
@@ -84,9 +80,9 @@ def step_time(job: Job, machine: Machine, *, overlaps_tensor_parallel: bool = Fa
 def term_seconds(term: Term, ranks: int, stride: int, machine: Machine) -> float:
     """Return the time of a term's collectives over `ranks` ranks, each `stride` ranks from the next.
 
-    A ring visits all ranks of the group in one domain before it crosses the network. There is a ring for each of these
-    ranks, and each ring crosses by another rank's adapter, so the rates of their adapters add up. All-to-alls and sends
-    have no ring: each rank uses its own adapter alone.
+    A ring visits all of the group's ranks in a domain before it crosses the network. The group has as many rings as
+    ranks in a domain, and each ring crosses by a different rank's adapter, so the rates of these adapters add up.
+    All-to-alls and sends have no ring: each rank uses its own adapter alone.
     """
     if ranks == 1 or not term.calls:
         return 0.0
@@ -114,11 +110,11 @@ def _layer(job: Job, machine: Machine, overlaps_tensor_parallel: bool) -> dict[s
     """Return the seconds of one layer for one micro batch by purpose, forward, backward and recomputation."""
     model, ranks, tokens = job.model, job.tensor_ranks, job.tokens
     part_tokens = tokens // ranks if job.parallel.sequence_parallel else tokens
-    heads = model.num_attention_heads * model.kv_channels
+    queries_width = model.num_attention_heads * model.kv_channels
     (rows, columns), (rows_2, columns_2) = model.ffn_maps
-    mlp = rows * columns + rows_2 * columns_2
-    maps = model.hidden_size * (model.qkv_rows + heads) + mlp
-    fan_tokens = part_tokens if model.has_fan and not job.has_column_fan else tokens / ranks
+    mlp = rows * columns + rows_2 * columns_2  # elements of the weights
+    maps = model.hidden_size * (model.qkv_rows + queries_width) + mlp
+    fan_tokens = part_tokens if model.has_fan and not job.has_column_fan else tokens / ranks  # as if each had all rows
     rate = machine.flops_per_second(job.precision.dtype)
     map_rate = fan_rate = rate * machine.product_efficiency
     if job.precision.fp8:
@@ -126,7 +122,7 @@ def _layer(job: Job, machine: Machine, overlaps_tensor_parallel: bool) -> dict[s
         fan_rate = map_rate if job.precision.fp8_fan else fan_rate
     products = 2 * maps * tokens / ranks / map_rate + 2 * model.hidden_size * model.fan_rows * fan_tokens / fan_rate
     attention, attention_backward = _core_attention(job, machine)
-    widths = 4 * (heads + model.value_size) + 3 * rows + 2 * columns_2  # rotary positions, the MLP's activation
+    widths = 4 * (queries_width + model.value_size) + 3 * rows + 2 * columns_2  # rotary positions, the MLP's activation
     if model.has_fan:
         widths += 3 * model.fan_rows + 2 * model.hidden_size
     numbers = STREAM_PASSES * model.hidden_size * part_tokens + widths * tokens / ranks
@@ -147,7 +143,7 @@ def _layer(job: Job, machine: Machine, overlaps_tensor_parallel: bool) -> dict[s
         "host": 0.0,
         "recomputation": 0.0,
     }
-    computing = products + attention + FORWARD_SHARE * moving
+    computing = products + attention + FORWARD_SHARE * moving  # in forward
     if job.kernels.cuda_graph_impl == "none":  # the host takes equally long to launch forward and backward
         forward_seconds = computing + (tensor + context) / 2
         backward_seconds = sum(parts.values()) - forward_seconds
@@ -171,14 +167,14 @@ def _layer(job: Job, machine: Machine, overlaps_tensor_parallel: bool) -> dict[s
 def _core_attention(job: Job, machine: Machine) -> tuple[float, float]:
     """Return the seconds of one layer's attention scores and context for one micro batch, forward and backward."""
     model, ranks = job.model, job.tensor_ranks
-    heads = model.num_attention_heads * model.kv_channels
+    queries_width = model.num_attention_heads * model.kv_channels
     rate = machine.flops_per_second(job.precision.dtype)
-    flash = 2 * heads / ranks * model.seq_length * job.tokens / (rate * machine.attention_efficiency)
+    flash = 2 * queries_width / ranks * model.seq_length * job.tokens / (rate * machine.attention_efficiency)
     if not job.keeps_scores:
         return flash, FLASH_BACKWARD * flash
-    scores = model.num_attention_heads // ranks * job.tokens * model.seq_length * job.element_bytes
+    score_bytes = model.num_attention_heads // ranks * job.tokens * model.seq_length * job.element_bytes
     products = 2 * flash * machine.attention_efficiency / machine.product_efficiency  # of masked scores, too
-    moving = SCORE_PASSES * scores / machine.memory_rate
+    moving = SCORE_PASSES * score_bytes / machine.memory_rate
     return products + FORWARD_SHARE * moving, 2 * products + (1 - FORWARD_SHARE) * moving
 
 
@@ -202,9 +198,10 @@ def _once_a_step(job: Job, machine: Machine, layers: int, micro_batch_seconds: f
     buckets = first_stage_buckets(job.model, parallel, job.data_parallel_size, layers)
 
     def exposed(terms: list[Term], computing_seconds: float, overlaps: bool | None) -> float:
-        """Return the seconds that collectives take longer than the computation that hides them."""
+        """Return the seconds of collectives that no computation hides; it can hide all buckets but one."""
         seconds = _collectives(job, machine, terms)
-        return seconds - (machine.overlap * min(seconds * (1 - 1 / buckets), computing_seconds) if overlaps else 0.0)
+        hidden = machine.overlap * min(seconds * (1 - 1 / buckets), computing_seconds) if overlaps else 0.0
+        return seconds - hidden
 
     kind = "reduce-scatter" if parallel.use_distributed_optimizer else "all-reduce"
     reduce = Term(job.state_group, kind, "gradients", elements * job.gradient_bytes)
