@@ -1,7 +1,7 @@
 """The command `megatron-fanformer VERB`: parses the command line, and calls the verb's function.
 
-The record of a verb stands in the verb's room. The module of its function is imported when the verb runs: torch and
-megatron-core take seconds to import, and wrong options are reported before.
+The record of a verb stands in the verb's room. The module of the verb's function is imported only when the verb runs:
+torch and megatron-core take seconds to import, and wrong options are reported before that.
 
 Exit codes: 0 done, 2 the user's input is wrong, 3 data or a checkpoint is corrupt, 4 a loss or a gradient norm is not
 finite, 5 stopped on a signal, 1 anything else. An error is one line, without a traceback unless --debug is given.
@@ -65,13 +65,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         resolve_name(verb.run)(*run_arguments)
         print(end="", flush=True)  # a failure to write is an error here, not only when Python ends
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python, when it ends, reports that it cannot write
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # otherwise Python reports, when it ends, that it cannot write
         return 128 + signal.SIGPIPE
     except (Exception, KeyboardInterrupt) as error:
         if debug:
             print(getattr(error, "rank_traceback", "") or traceback.format_exc(), file=sys.stderr)
         message, code = _describe(error)
-        if not getattr(error, "already_reported", False) and not launched_here():  # else the launcher prints it
+        if not getattr(error, "already_reported", False) and not launched_here():  # a launcher prints its ranks' errors
             for line in escaped(redacted(message)).split("\n"):
                 print_stderr(f"{PROGRAM}: {line}")
         return code
@@ -85,7 +85,7 @@ def read_command(arguments: Sequence[str]) -> tuple[Verb[Any], Any]:
     """
     if arguments and arguments[0] in REMOVED:
         raise InputError(f"{arguments[0]} is no verb any more; {REMOVED[arguments[0]]}")
-    named = [argument for argument in arguments if argument in VERBS][:1]  # no option before the verb takes such a word
+    named = [argument for argument in arguments if argument in VERBS][:1]  # before it, no option takes a verb's name
     try:
         given, rest = _parser(named).parse_known_args([argument for argument in arguments if argument != "--debug"])
     except InputError as error:
@@ -96,7 +96,7 @@ def read_command(arguments: Sequence[str]) -> tuple[Verb[Any], Any]:
 
 
 def _describe(error: BaseException) -> tuple[str, int]:
-    """Return the message and the exit code for an error; an OSError has 2 if its path is wrong, 1 if the disk fails."""
+    """Return the message and the exit code for an error: of an OSError, 2 if the path is wrong, 1 if the disk fails."""
     if isinstance(error, FanformerError):
         return str(error), error.exit_code
     if isinstance(error, ModuleNotFoundError):

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import inspect
 import json
-import math
 import os
 import re
 import textwrap
@@ -37,7 +36,7 @@ TYPES: dict[Any, tuple[str, str]] = {
     Any: ("a value", "values"),
 }
 """The name of each type, in the singular and the plural."""
-MOST_BYTES = 1 << 20  # of a file that came with a checkpoint
+MOST_BYTES = 1 << 20  # of an untrusted file
 
 Advice = Callable[[str], str | None] | None
 """Takes an unknown name, `section.field` or an argument of the command line; returns the remedy, or None."""
@@ -80,7 +79,7 @@ def value_problems(values: Mapping[str, Any], owner: type, prefix: str = "", *, 
             problems += value_problems(value, hint, f"{name}.", advice=advice)
         elif field.name not in values:
             problems.append(f"{name} is missing; it must be {_type_name(hint)}")
-        elif is_section or not _fits(value, hint):
+        elif is_section or not _fits(value, hint):  # a section that is no mapping has a wrong type, too
             shown = json.dumps(value, ensure_ascii=False, default=str)
             problems.append(f"{name} is {shown:.80}; it must be {_type_name(hint)}")
     return problems
@@ -96,12 +95,13 @@ def expand_home(value: Any) -> Any:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value has a type, and is finite."""
+    """Return whether a value has a type, and holds neither NaN nor infinity."""
     try:
-        converted = msgspec.convert(value, hint)  # a field of type float takes an integer
-    except msgspec.ValidationError:
+        msgspec.convert(value, hint)
+        json.dumps(value, allow_nan=False, skipkeys=True, default=str)  # raises ValueError for NaN and infinity
+    except ValueError:  # which msgspec's error is, too
         return False
-    return not isinstance(converted, float) or math.isfinite(converted)
+    return True
 
 
 def _is_required(field: "dataclasses.Field[Any]") -> bool:
@@ -131,7 +131,7 @@ class _Loader(yaml.SafeLoader):
     """Reads YAML with 4e-4 as a number, which PyYAML reads as text, and refuses a mapping that has a key twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value if not key.tag.endswith(":merge")]
+        keys = [key.value for key, _ in node.value if not key.tag.endswith(":merge")]  # `<<` may stand twice
         if repeated := [key for number, key in enumerate(keys) if key in keys[:number]]:
             raise ValueError(f"{repeated[0]} stands twice in one mapping{node.start_mark}")
         return super().construct_mapping(node, deep)
@@ -211,7 +211,7 @@ def read_overrides(arguments: Sequence[str], *, advice: Advice = None) -> dict[s
 
 
 def overlay(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of nested values with `changes`, by dotted names, in place; missing sections are added."""
+    """Return a copy of nested values, changed by `changes`: values by dotted names. Missing sections are added."""
     merged = copy.deepcopy(dict(values))
     for name, value in changes.items():
         *path, last = name.split(".")
@@ -239,20 +239,20 @@ def rename_moved_fields(values: Mapping[str, Any], moves: Mapping[str, str]) -> 
         moves: the current dotted name, `section.field`, by the former one; an empty name drops the field. If both names
             have a value, that of the current name stays.
     """
-    moved, replaced = copy.deepcopy(dict(values)), []
+    moved, found = copy.deepcopy(dict(values)), []
     for former, current in moves.items():
-        *path, field = former.split(".")
+        *path, former_field = former.split(".")
         source: Any = moved
         for key in path:
             source = source.get(key) if isinstance(source, dict) else None
-        if not isinstance(source, dict) or field not in source:
+        if not isinstance(source, dict) or former_field not in source:
             continue
-        replaced.append(former)
-        value = source.pop(field)
+        found.append(former)
+        value = source.pop(former_field)
         section, _, field = current.partition(".")
         if current and not (isinstance(moved.get(section), dict) and field in moved[section]):
             moved = overlay(moved, {current: value})
-    return moved, replaced
+    return moved, found
 
 
 # -- descriptions
@@ -280,7 +280,7 @@ def describe_fields(owner: Any, prefix: str = "") -> Iterator[FieldDescription]:
         default = None
         if not _is_required(field):
             value = field.default_factory() if callable(field.default_factory) else field.default
-            default = value if isinstance(value, str) else json.dumps(value).replace("e-0", "e-")
+            default = value if isinstance(value, str) else json.dumps(value).replace("e-0", "e-")  # 1e-5, not 1e-05
         yield FieldDescription(name, _type_name(hint), default, texts[field.name])
 
 

@@ -42,7 +42,7 @@ def regular_file(path: Path, *, most_bytes: int | None = None) -> Path:
 
 
 def write_atomically(path: Path, content: str | bytes, *, aside: Path | None = None) -> None:
-    """Write or replace a small file atomically, by a hidden file in the folder `aside` (by default the same)."""
+    """Write or replace a small file atomically, by a hidden file in the folder `aside`, by default the file's own."""
     partial = temporary_name((aside or path.parent) / path.name)
     try:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -107,7 +107,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Add the path to an OSError without one: reading or writing an open file raises such errors."""
+    """Add the path to an OSError that names no path, as errors of reading or writing an open file do not."""
     try:
         yield
     except OSError as error:
@@ -146,7 +146,7 @@ def take_lock(path: Path, *, wait: bool) -> int | None:
             if isinstance(error, BlockingIOError):
                 return None
             raise
-        # The previous holder may have removed the file after it was opened here.
+        # The previous holder may have removed the file after it was opened here: then a lock on it keeps nobody out.
         if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
             return descriptor
         os.close(descriptor)

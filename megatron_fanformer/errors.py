@@ -22,7 +22,7 @@ def redacted(text: str) -> str:
 class FanformerError(Exception):
     """A failure that is reported to the user in one line, without a traceback.
 
-    Subclasses must be constructible from the message alone, as pickle constructs them to pass them between processes.
+    Subclasses must be constructible from the message alone: pickle so constructs an error for another process.
     """
 
     exit_code = 1
@@ -53,7 +53,7 @@ class DivergenceError(FanformerError):
 
 
 class Interrupted(FanformerError):
-    """A signal stopped the command; no step is lost, and the same command continues from there."""
+    """A signal stopped the command; no step is lost, and the same command continues where this one stopped."""
 
     exit_code = 5
     is_final = False
@@ -85,11 +85,10 @@ def broken_fields(
         values: the section's dataclass.
         demand: the rule in words, such as "be at least 1".
     """
-    stated = {name: getattr(values, name) for name in names}
     return [
         f"{section}.{name} is {value}; it must {demand}"
-        for name, value in stated.items()
-        if value is not None and is_broken(value)
+        for name in names
+        if (value := getattr(values, name)) is not None and is_broken(value)
     ]
 
 

@@ -73,8 +73,7 @@ class Verb(Generic[Options]):
         Raises InputError if an argument is unknown, an option has no effect, or a value breaks the option's rule.
         """
         fields = {entry.name: entry for entry in dataclasses.fields(self.options)}  # type: ignore[arg-type]
-        unknown = [word for word in rest if word in self.removed or "overrides" not in fields]
-        if unknown:
+        if unknown := [word for word in rest if word in self.removed or "overrides" not in fields]:
             remedy = next(iter(self.remedies(command_line)), f"{PROGRAM} {self.name} --help lists the options")
             raise InputError(f"unknown argument {unknown[0]}; {remedy}")
         values: dict[str, Any] = {
@@ -87,8 +86,8 @@ class Verb(Generic[Options]):
             needs = fields[name].metadata.get("needs", ())
             if needs and not any(_is_met(need, values) for need in needs):
                 shown = rest[0] if name == "overrides" else _shown_name(fields[name])
-                others = " or ".join(need.partition("=")[2] or _shown_name(fields[need]) for need in needs)
-                problems.append(f"{shown} has no effect without {others}; add that, or leave it out")
+                needed = " or ".join(need.partition("=")[2] or _shown_name(fields[need]) for need in needs)
+                problems.append(f"{shown} has no effect without {needed}; add that, or leave it out")
         if problems:
             raise InputError("\n".join(problems))
         if "command_line" in fields:
@@ -114,7 +113,7 @@ def option(default: Any = MISSING, **shape: Any) -> Any:
             nargs: number of words of a tuple; by default one or more.
             group: title of the option's group in --help.
             exclusive: name of a group of options of which at most one may be given.
-            needs: names of fields; without any of them, this option has no effect. `FIELD=VALUE` demands that value.
+            needs: names of fields; unless one is stated, this option has no effect. `FIELD=VALUE` demands that value.
             is_argument: whether the value is a positional argument.
     """
     return field(default=default, metadata=shape)
@@ -177,9 +176,9 @@ def add_options(parser: argparse.ArgumentParser, owner: type) -> None:
 
 def _keywords(entry: "dataclasses.Field[Any]", hint: Any) -> dict[str, Any]:
     """Return the keywords of `add_argument` that follow from a field's type and shape."""
-    shape = entry.metadata
-    is_optional = get_origin(hint) in (Union, UnionType)
-    kind = next(kind for kind in get_args(hint) if kind is not NoneType) if is_optional else hint
+    shape, kind = entry.metadata, hint
+    if get_origin(hint) in (Union, UnionType):  # X | None: a word is read as X
+        kind = next(part for part in get_args(hint) if part is not NoneType)
     if kind is bool:
         return {"action": "store_false" if entry.default is True else "store_true"}
     keywords: dict[str, Any] = {"metavar": shape["metavar"]} if shape.get("metavar") else {}
@@ -203,7 +202,7 @@ def _keywords(entry: "dataclasses.Field[Any]", hint: Any) -> dict[str, Any]:
 def _help(text: str, entry: "dataclasses.Field[Any]") -> str:
     """Return a field's docstring as help, with the default if there is one to show."""
     text = text.removesuffix(".")
-    if entry.default is True:
+    if entry.default is True:  # the option is --no-NAME
         return f"Do not {text[0].lower()}{text[1:]}"
     if entry.default in (MISSING, None, (), "") or isinstance(entry.default, bool):
         return text

@@ -30,7 +30,7 @@ def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
 
 
 def end_with_owner(owner: int | None = None) -> None:
-    """Make the kernel kill this process when its parent ends, and end it now if the parent has ended already.
+    """Make the kernel kill this process when its parent ends; end this process now if the parent has ended already.
 
     Args:
         owner: the parent's process id; None: the parent started this process by `multiprocessing`.
@@ -60,15 +60,15 @@ def signals_to(handler: Callable[[signal.Signals], None]) -> Iterator[None]:
     `nohup` ignores SIGHUP, and a shell ignores SIGINT for a command in its background.
     """
     numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-    before = {
+    former_handlers = {
         number: signal.signal(number, lambda number, _frame: handler(signal.Signals(number)))
         for number in (*numbers, SAVE_SIGNAL)
     }
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, before)  # examples/slurm.sh blocks them until there are handlers
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, former_handlers)  # examples/slurm.sh blocks them until here
     try:
         yield
     finally:
-        for number, former in before.items():
+        for number, former in former_handlers.items():
             signal.signal(number, former)
 
 
@@ -98,7 +98,7 @@ def ended_by_stop_signals(outcome: str = NOTHING_LOST) -> Iterator[None]:
 
 @contextmanager
 def manual_gc() -> Iterator[None]:
-    """Turn automatic garbage collection off: each rank would pause at another moment, and the others wait for it."""
+    """Turn automatic garbage collection off: it would pause each rank at a different moment, and all others wait."""
     was_frozen = gc.get_freeze_count() > 0  # a process of several runs froze what they share, which then stays frozen
     gc.collect()
     if not was_frozen:

@@ -88,7 +88,7 @@ def query(
 
     Args:
         function: must connect anew at each call.
-        pauses: the seconds between attempts, of which there is one more.
+        pauses: the seconds between attempts; there is one attempt more than pauses.
         patience: the seconds after which no attempt follows a failed one.
         report: is called with the number of a failed attempt and the reason; by default a warning is logged.
 
@@ -98,7 +98,7 @@ def query(
     """
     shown = redacted(url).rstrip("/")
     end = time.monotonic() + patience
-    for attempt, pause in enumerate((*pauses, None), 1):
+    for attempt, pause in enumerate((*pauses, None), 1):  # no pause follows the last attempt
         try:
             return function()
         except FanformerError:
@@ -121,18 +121,19 @@ def query(
 
 
 def names_in(files: Any, folder: str) -> list[str]:
-    """Return the names in a folder of an fsspec filesystem; an empty list if there is no such folder."""
+    """Return the names in a folder of an fsspec filesystem; none if the folder does not exist."""
     files.invalidate_cache()
     try:
         paths = files.ls(folder, detail=False)
     except FileNotFoundError:
         return []
+    # Some stores list the folder itself, too.
     return [path.rstrip("/").rpartition("/")[2] for path in paths if path.rstrip("/") != folder]
 
 
 def make_folder(files: Any, folder: str) -> None:
     """Make a folder in an fsspec filesystem. Its parent must exist: neither a bucket nor a mount point is made."""
-    if "/" in folder:
+    if "/" in folder:  # otherwise it is a bucket
         with suppress(FileExistsError):
             files.mkdir(folder, create_parents=False)
 
@@ -145,7 +146,7 @@ def reason_of(error: BaseException) -> str:
 
 @contextmanager
 def reported_as_local(path: Path) -> Iterator[None]:
-    """Raise InputError in place of OSError: while a store is in use, `query` would take it for the store's failure."""
+    """Raise InputError in place of OSError, which `query`, if a store is in use, would take for the store's failure."""
     try:
         yield
     except OSError as error:

@@ -32,7 +32,7 @@ def print_stderr(line: str) -> None:
 def size(count: int) -> str:
     """Return a number of bytes in three significant digits and a decimal unit, such as 1.23 GB."""
     unit, value = 0, float(count)
-    while value >= 999.5 and unit < len(UNITS) - 1:
+    while value >= 999.5 and unit < len(UNITS) - 1:  # three digits of 999.5 are 1e+03
         unit, value = unit + 1, value / 1000
     return f"{value:.3g} {UNITS[unit]}" if unit else f"{count} {UNITS[0]}"
 
@@ -89,4 +89,4 @@ def phases(first: str) -> Iterator[Report]:
             current, started = phase, time.monotonic()
 
     yield report
-    report("")
+    report("")  # prints the last phase

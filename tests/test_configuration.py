@@ -41,8 +41,8 @@ class Outer:
     """How many."""
     kind: Literal["a", "b"] | None = None
     """Which."""
-    names: list[str] = field(default_factory=list)
-    """Of whom."""
+    rates: list[float] = field(default_factory=list)
+    """Of each."""
     inner: Inner = field(default_factory=Inner)
     """Inside."""
 
@@ -61,12 +61,12 @@ def test_values_become_the_dataclass() -> None:
         ({"count": True}, "count is true; it must be an integer"),
         ({}, "count is missing; it must be an integer"),
         ({"count": 1, "kind": "c"}, 'kind is "c"; it must be one of a, b or null'),
-        ({"count": 1, "names": [1]}, "names is [1]; it must be a list of text"),
-        ({"count": 1, "inner": {"rate": float("inf")}}, "inner.rate is Infinity; it must be a finite number"),
+        ({"count": 1, "rates": ["1"]}, 'rates is ["1"]; it must be a list of numbers'),
+        ({"count": 1, "rates": [1, float("inf")]}, "rates is [1, Infinity]; it must be a list of numbers"),
         ({"count": 1, "inner": {"rate": True}}, "inner.rate is true; it must be a finite number"),
         ({"count": 1, "inner": None}, "inner is null; it must be a section with keys such as rate"),
         ({"count": 1, "inner": {"rte": 1}}, "unknown configuration key inner.rte; did you mean inner.rate?"),
-        ({"count": 1, 7: 8}, "unknown configuration key 7; the keys here are count, kind, names, inner"),
+        ({"count": 1, 7: 8}, "unknown configuration key 7; the keys here are count, kind, rates, inner"),
     ],
 )
 def test_what_is_wrong_is_told_in_words(values: Any, message: str) -> None:
@@ -142,6 +142,6 @@ def test_fields_are_described_from_the_source() -> None:
     assert described == [
         ("count", "an integer", None, "How many."),
         ("kind", "one of a, b or null", "null", "Which."),
-        ("names", "a list of text", "[]", "Of whom."),
+        ("rates", "a list of numbers", "[]", "Of each."),
         ("inner.rate", "a finite number", "0.5", "How fast; in metres."),
     ]

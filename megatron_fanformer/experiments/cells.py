@@ -81,7 +81,7 @@ class SweepConfig:
     """The comparisons of the report."""
 
     def problems(self) -> Iterator[str]:
-        """Yield the rules that the file breaks by itself."""
+        """Yield the problems of the file itself, apart from those of its cells' configurations."""
         report = self.report
         for name, value in (("seeds", self.seeds), ("report.average_steps", report.average_steps)):
             if value < 1:
@@ -119,9 +119,11 @@ class SweepConfig:
 
     @property
     def num_cells(self) -> int:
-        """Return the number of runs of the sweep, with one best point for each combination of a tuned axis."""
-        points = math.prod(len(points) for points in self.axes.values())
-        return points + points // len(self.axes[self.tune]) * self.seeds if self.tune else points * self.seeds
+        """Return the number of runs: a tuned axis has all points with the first seed, the best with each later seed."""
+        combinations = math.prod(len(points) for points in self.axes.values())
+        if not self.tune:
+            return combinations * self.seeds
+        return combinations + combinations // len(self.axes[self.tune]) * self.seeds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +159,7 @@ class Cell:
     def parameters(self) -> int:
         """Return the number of parameters without embedding and head, as the paper counts (268M for its 300M model)."""
         model = self.config.model
-        tables = 1 + model.untie_embeddings_and_output_weights
+        tables = 1 + model.untie_embeddings_and_output_weights  # the embedding and, unless they are one, the head
         return model.num_parameters - tables * model.padded_vocab_size * model.hidden_size
 
     def field(self, name: str) -> Any:
@@ -214,9 +216,9 @@ def read_sweep(file: Path, *, needs_data: bool) -> Sweep:
     cells: list[Cell] = []
     cells_of_problem: dict[str, list[str]] = {}
     names = []
-    notify = functools.cache(print_on_stderr)  # the same notices in every cell
-    numbers = range(bool(config.tune) + config.seeds)
-    for point_names, number in itertools.product(itertools.product(*config.axes.values()), numbers):
+    notify = functools.cache(print_on_stderr)  # prints a notice once, though every cell gives it
+    seed_numbers = range(bool(config.tune) + config.seeds)  # number 0 serves to tune, if an axis is tuned
+    for point_names, number in itertools.product(itertools.product(*config.axes.values()), seed_numbers):
         points = dict(zip(config.axes, point_names, strict=True))
         seed = first_seed + number
         names.append(name := ",".join([*point_names, f"seed={seed}"]))
@@ -260,11 +262,11 @@ def _report_problems(sweep: Sweep) -> list[str]:
     sets, perplexity = config.data.validation_sets, config.evaluation.perplexity
     known = [f"{VALIDATION_LOSS}/{name}" for name in sets]
     known += [*(f"eval/{name}{PERPLEXITY_LOSS_SUFFIX}" for name in perplexity.sets), LOSS]
-    has_groups = perplexity.groups and (report.metric or "").endswith(PERPLEXITY_LOSS_SUFFIX)
+    may_be_a_groups = perplexity.groups and (report.metric or "").endswith(PERPLEXITY_LOSS_SUFFIX)
     if report.metric is None and len(sets) != 1:
         number = plural(len(sets), "validation set")
         return [f"report.metric is not set, and the runs have {number}; name one of {', '.join(known)}"]
-    if report.metric is not None and report.metric not in known and not has_groups:
+    if report.metric is not None and report.metric not in known and not may_be_a_groups:
         return [f"report.metric is {report.metric}, no loss that the runs measure; they have {', '.join(known)}"]
     try:
         for cell in sweep.cells:

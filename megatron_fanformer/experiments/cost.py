@@ -1,7 +1,7 @@
 """Cost of a FANformer beside its Transformer: parameters and FLOPs by formula, memory counted on fake tensors.
 
-The paper's 6.25% is FAN's share of a layer of 24 s d² FLOPs for s tokens: queries, keys, values and output, and an FFN
-of two maps. The model's own FFN is a SwiGLU of three.
+The paper's 6.25% is FAN's share of a layer of 24 s d² FLOPs, for s tokens of width d, whose maps are queries, keys,
+values, output and the two of an FFN. The model's own FFN is a SwiGLU of three maps.
 """
 
 from collections.abc import Iterator
@@ -23,11 +23,11 @@ from megatron_fanformer.plan.job import forward_flops_per_token
 from megatron_fanformer.plan.live_tensors import MemoryTracker
 
 MIB = 2**20
-HALF_BYTES = 2
+HALF_BYTES = 2  # of a number in half precision
 PAPER_SIZE = "fanformer-1b"
 PAPER_FLOPS = 6.25  # percent, at most
 PAPER_MEMORY = (4642.69, 4738.86)  # MB, allocated for OLMo-1B's and FANformer-1B's inference
-TWINS = ("-transformer", "", "-same-params")
+TWINS = ("-transformer", "", "-same-params")  # ends of the presets' names; "" is the FANformer's own
 
 
 class Cost(NamedTuple):
@@ -43,7 +43,7 @@ class Cost(NamedTuple):
 
 
 def measure(settings: CostSettings, _folder: Path, log: Log) -> Measured:
-    """Count the costs of every named size and of its twins.
+    """Count the costs of every named size, and of the Transformers beside it.
 
     Raises:
         InputError: a preset does not exist.
@@ -89,7 +89,7 @@ def _peak_bytes(config: FANformerConfig, length: int) -> int:
 
 
 def _more(costs: dict[str, Cost], name: str, figure: str, twin: str = "") -> float:
-    """Return how much larger a figure of a size, or of its `twin`, is than its Transformer's, in percent."""
+    """Return by how many percent the `figure`, a field of Cost, of a size or its twin is above its Transformer's."""
     return 100 * (getattr(costs[name + twin], figure) / getattr(costs[f"{name}-transformer"], figure) - 1)
 
 
@@ -107,9 +107,9 @@ def _findings(settings: CostSettings, costs: dict[str, Cost]) -> Iterator[Findin
             f"{_more(costs, name, 'flops', '-same-params'):+.2f}%.",
         )
     if PAPER_SIZE in settings.presets:
-        fan, none = costs[PAPER_SIZE], costs[f"{PAPER_SIZE}-transformer"]
+        fan, transformer = costs[PAPER_SIZE], costs[f"{PAPER_SIZE}-transformer"]
         more_weights, more_peak = (
-            (getattr(fan, figure) - getattr(none, figure)) / MIB for figure in ("weight_bytes", "counted_bytes")
+            (getattr(fan, figure) - getattr(transformer, figure)) / MIB for figure in ("weight_bytes", "counted_bytes")
         )
         low, high = PAPER_MEMORY
         yield Finding(
@@ -120,6 +120,6 @@ def _findings(settings: CostSettings, costs: dict[str, Cost]) -> Iterator[Findin
             shows=None,
             sentence=f"For a sequence of {settings.inference_length:,} tokens in half precision {PAPER_SIZE} takes "
             f"{fan.counted_bytes / MIB:,.2f} MiB at its peak, {more_peak:.2f} more than the Transformer's "
-            f"{none.counted_bytes / MIB:,.2f}; its weights are {more_weights:.2f} MiB more. The paper measured "
+            f"{transformer.counted_bytes / MIB:,.2f}; its weights are {more_weights:.2f} MiB more. The paper measured "
             f"{high - low:.2f} MB more, on a GPU.",
         )

@@ -36,7 +36,7 @@ VOCABULARY = LARGEST_ANSWER + 1 + len(SYMBOLS)
 MARGIN = 10  # of the picture, around the hole
 PAPER = "OLMo-1B, fine-tuned: about 0 in the hole; FANformer-1B, fine-tuned: no obvious hole"
 PANEL = (3.6, 3.2)
-CENTRE: dict[Task, int] = {"modular": 56, "linear": 50}  # both coordinates of the hole's middle
+CENTER: dict[Task, int] = {"modular": 56, "linear": 50}  # both coordinates of the hole's middle
 SCORED_PAIRS = 2048  # in a forward pass without gradients
 WARM_UP = 0.01
 LEAST_TRAINED = 0.99
@@ -77,7 +77,7 @@ Runs = dict[tuple[Task, float, str], list[Run]]
 
 
 def measure(settings: HolesSettings, folder: Path, log: Log) -> Measured:
-    """Train every model with every seed and weight decay, except finished runs that the folder has.
+    """Train every model with every seed and weight decay; runs that the folder has already are not trained again.
 
     Raises:
         CorruptError: a run's file in the folder is damaged.
@@ -104,7 +104,7 @@ def measure(settings: HolesSettings, folder: Path, log: Log) -> Measured:
         findings=[*_trained(runs), *_differences(settings, runs)],
         tables=[_table(runs)],
         pictures={f"holes-{task}.png": _picture(settings, task, runs) for task in settings.tasks},
-        seconds=sum(run.seconds for of_runs in runs.values() for run in of_runs),
+        seconds=sum(run.seconds for by_seed in runs.values() for run in by_seed),
     )
 
 
@@ -124,7 +124,7 @@ def all_pairs(task: Task, half_side: int) -> Pairs:
         torch.full_like(a, LARGEST_ANSWER + 1 + number) for number in range(len(SYMBOLS))
     )
     tokens = [a, plus, b, equals] if task == "modular" else [left, a, comma, b, right, equals]
-    in_hole = ((a - CENTRE[task]).abs() <= half_side) & ((b - CENTRE[task]).abs() <= half_side)
+    in_hole = ((a - CENTER[task]).abs() <= half_side) & ((b - CENTER[task]).abs() <= half_side)
     answers = (a + b) % NUMBERS if task == "modular" else a + 2 * b + 3
     return Pairs(torch.stack(tokens, dim=1), answers, in_hole)
 
@@ -137,7 +137,7 @@ def train(settings: HolesSettings, run_settings: dict[str, Any]) -> Run:
     model = fresh_model(twins(shape)[run_settings["architecture"]], seed)
     pairs = all_pairs(task, settings.half_side)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=weight_decay)
-    warm_up, cooldown = (max(1, round(share * settings.steps)) for share in (WARM_UP, settings.cooldown))
+    warm_up, cooldown = (max(1, round(share * settings.steps)) for share in (WARM_UP, settings.cooldown))  # in steps
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / warm_up, (settings.steps - step) / cooldown)
     )
@@ -156,8 +156,8 @@ def train(settings: HolesSettings, run_settings: dict[str, Any]) -> Run:
     first, last = _around(task, settings.half_side)
     map_ab = probability.view(NUMBERS, NUMBERS)[first : last + 1, first : last + 1]
     trained, hole = (
-        Scores(right[where].double().mean().item(), probability[where].mean().item())
-        for where in (~pairs.in_hole_n, pairs.in_hole_n)
+        Scores(right[scored].double().mean().item(), probability[scored].mean().item())
+        for scored in (~pairs.in_hole_n, pairs.in_hole_n)
     )
     return Run(
         settings=run_settings,
@@ -171,11 +171,11 @@ def train(settings: HolesSettings, run_settings: dict[str, Any]) -> Run:
 def _around(task: Task, half_side: int) -> tuple[int, int]:
     """Return the first and the last number of the picture: the hole and the margin around it, as far as numbers go."""
     reach = half_side + MARGIN
-    return max(CENTRE[task] - reach, 0), min(CENTRE[task] + reach, NUMBERS - 1)
+    return max(CENTER[task] - reach, 0), min(CENTER[task] + reach, NUMBERS - 1)
 
 
 def _batches(pairs: Pairs, settings: HolesSettings, seed: int) -> Iterator[Tensor]:
-    """Yield numbers of pairs outside the hole, as many batches as there are steps; every epoch in a new order."""
+    """Yield a batch of pairs outside the hole, by their places in `pairs`, for each step; each epoch in a new order."""
     outside = torch.nonzero(~pairs.in_hole_n)[:, 0]
     order = torch.Generator().manual_seed(seed)
     size = min(settings.batch_size, len(outside))
@@ -184,14 +184,14 @@ def _batches(pairs: Pairs, settings: HolesSettings, seed: int) -> Iterator[Tenso
         for batch in outside[torch.randperm(len(outside), generator=order)].split(size):
             if step == settings.steps:
                 return
-            if len(batch) == size:
+            if len(batch) == size:  # the last one of an epoch may be smaller, and is left out
                 step += 1
                 yield batch
 
 
 @torch.no_grad()
 def score(logits: Callable[[Tensor], Tensor], pairs: Pairs, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return each pair's probability of the right answer at a temperature, and whether it is the likeliest.
+    """Return each pair's probability of the right answer at a temperature, and whether that answer is the likeliest.
 
     Args:
         logits: returns the logits of the answer, [n, v], for tokens [n, s].
@@ -212,7 +212,7 @@ def score(logits: Callable[[Tensor], Tensor], pairs: Pairs, temperature: float) 
 def _trained(runs: Runs) -> Iterator[Finding]:
     """Yield each model's least accuracy on its training pairs: if that is low, the hole shows nothing."""
     for architecture in ARCHITECTURES:
-        least = min(run.trained.greedy for key, of_runs in runs.items() if key[2] == architecture for run in of_runs)
+        least = min(run.trained.greedy for key, by_seed in runs.items() if key[2] == architecture for run in by_seed)
         yield Finding(
             name=f"pairs trained on, least accuracy, {architecture}",
             paper="about 100%",
@@ -226,11 +226,11 @@ def _trained(runs: Runs) -> Iterator[Finding]:
 def _differences(settings: HolesSettings, runs: Runs) -> Iterator[Finding]:
     """Compare, in the hole, the FANformer's probability of the right answer with the Transformer's, seed by seed."""
     for task, weight_decay in itertools.product(settings.tasks, settings.weight_decays):
-        none, fan = (
+        transformer, fan = (
             np.array([run.hole.probability for run in runs[task, weight_decay, architecture]])
             for architecture in ARCHITECTURES
         )
-        difference, interval = mean_of((100 * (fan - none)).tolist())
+        difference, interval = mean_of((100 * (fan - transformer)).tolist())
         spread = "" if interval is None else f" (difference {interval[0]:+.1f} to {interval[1]:+.1f} points)"
         yield Finding(
             name=f"hole of {task} at weight decay {weight_decay:g}, FANformer less Transformer",
@@ -240,25 +240,25 @@ def _differences(settings: HolesSettings, runs: Runs) -> Iterator[Finding]:
             unit="points of probability",
             shows=None if interval is None else interval[0] > 0,
             sentence=f"In the hole of {task} at weight decay {weight_decay:g} the right answer has a probability of "
-            f"{fan.mean():.1%} in the FANformer and {none.mean():.1%} in the Transformer, in the mean of {len(fan)} "
-            f"seeds{spread}.",
+            f"{fan.mean():.1%} in the FANformer and {transformer.mean():.1%} in the Transformer, in the mean of "
+            f"{len(fan)} seeds{spread}.",
         )
 
 
 def _table(runs: Runs) -> Table:
     columns = ["task", "weight decay", "model", "seed", "trained, greedy", "hole, greedy", "hole, probability"]
     rows: list[list[Cell]] = []
-    for key, of_runs in runs.items():
-        for seed, run in enumerate(of_runs):
+    for key, by_seed in runs.items():
+        for seed, run in enumerate(by_seed):
             shares = (run.trained.greedy, run.hole.greedy, run.hole.probability)
             rows.append([*key, seed, *(100 * share for share in shares), run.seconds])
     return Table(title="Runs, in %", columns=[*columns, "seconds"], rows=rows)
 
 
 def _picture(settings: HolesSettings, task: Task, runs: Runs) -> bytes:
-    """Draw mean probabilities on and around the hole, and its edge: a row for each model, a column for each decay."""
+    """Draw mean probabilities on and around the hole, and the hole's edge: models by row, weight decays by column."""
     first, last = _around(task, settings.half_side)
-    near, far = CENTRE[task] - settings.half_side - 0.5, CENTRE[task] + settings.half_side + 0.5
+    near, far = CENTER[task] - settings.half_side - 0.5, CENTER[task] + settings.half_side + 0.5
 
     def draw(panels: Any) -> None:
         for axes, (architecture, decay) in zip(

@@ -5,8 +5,8 @@ of five values is narrower than it should be (Efron and Tibshirani, An Introduct
 
 Power laws L(x) = E + A·x^(−α), x the parameters or the tokens, are fitted by least squares: linear in E and A, and over
 a grid of all sensible α (variable projection: Golub and Pereyra, SIAM J. Numer. Anal. 10, 1973). Their intervals are by
-the bootstrap of residuals. Those of n points around a curve with three parameters are too small by √((n − 3)/n), and
-the spread of few of them is itself uncertain, as Student's t says: they are scaled by both.
+the bootstrap of residuals. Residuals of n points around a curve with three parameters are too small by √((n − 3)/n),
+and the spread of few residuals is itself uncertain, as Student's t says: residuals are scaled by both.
 """
 
 import functools
@@ -80,19 +80,20 @@ def too_little(*, seeds: int, steps: int) -> str:
 
 def p_value(values: Sequence[float]) -> float:
     """Return the two-sided p value of the hypothesis that the mean is 0, by Student's t; `values` has two or more."""
-    error, mean = float(standard_error(values)), abs(float(np.mean(values)))
-    return _outside(mean / error, len(values) - 1) if error > 0 else float(mean == 0)
+    error, distance = float(standard_error(values)), abs(float(np.mean(values)))
+    # Without an error, all values are equal: p is 1 if they are 0, and 0 otherwise.
+    return _outside(distance / error, len(values) - 1) if error > 0 else float(distance == 0)
 
 
 def _outside(t: float, freedom: int) -> float:
     """Return the probability that Student's t is further from 0 than `t`: Abramowitz and Stegun, 26.7.3 and 26.7.4."""
-    angle = math.atan2(t, math.sqrt(freedom))
+    angle, is_odd = math.atan2(t, math.sqrt(freedom)), freedom % 2
     sine, cosine = math.sin(angle), math.cos(angle)
-    term, total = (cosine, 0.0) if freedom % 2 else (1.0, 0.0)
-    for power in range(1 if freedom % 2 else 0, freedom - 1, 2):
+    term, total = cosine if is_odd else 1.0, 0.0
+    for power in range(is_odd, freedom - 1, 2):
         total += term
         term *= cosine**2 * (power + 1) / (power + 2)
-    inside = 2 / math.pi * (angle + sine * total) if freedom % 2 else sine * total
+    inside = 2 / math.pi * (angle + sine * total) if is_odd else sine * total
     return max(0.0, 1 - inside)
 
 
@@ -151,8 +152,8 @@ def fit_together(
     points in every set, since runs of one seed see the same samples.
 
     Args:
-        xs: [k, n], parameters or tokens of each set's points, three different ones at least.
-        losses: [k, n], the losses of the same points.
+        xs: [k, n], the parameters or tokens of the n points of each of k sets; at least three different ones in a set.
+        losses: [k, n], the losses of these points.
     """
     n = len(xs[0])
     drawn = np.random.default_rng(seed).integers(n, size=(draws, n))
@@ -170,30 +171,31 @@ def fit_together(
 
 
 def saving(baseline: Fit, other: Fit, largest: float) -> Saving:
-    """Compute the share of x that `other` needs for the loss of `baseline` at its largest x.
+    """Return the share of x = `largest` that `other` needs for the loss that `baseline` has there.
 
     Args:
         baseline, other: fits of one call of `fit_together`.
+        largest: the largest x of the baseline's points.
     """
     loss = baseline.curve.loss(largest)
-    share = float(_reaching(np.array([other.curve]), np.array([loss]))[0]) / largest
+    share = float(_x_at_losses(np.array([other.curve]), np.array([loss]))[0]) / largest
     if not len(baseline.draws):
         return Saving(loss, share, None)
     e, a, alpha = baseline.draws.T
-    shares = _reaching(other.draws, e + a * largest**-alpha) / largest
-    low, high = np.quantile(shares, (0.025, 0.975), method="nearest").tolist()
+    shares = _x_at_losses(other.draws, e + a * largest**-alpha) / largest
+    low, high = np.quantile(shares, (0.025, 0.975), method="nearest").tolist()  # shares may be infinite
     return Saving(loss, share, (low, high))
 
 
 def _best_curves(x: np.ndarray, losses: np.ndarray) -> np.ndarray:
     """Return [k, 3]: E, A and α of the curve nearest to each row of `losses` [k, n], with E and A not negative."""
-    scale = math.exp(np.mean(np.log(x)))  # about 1, for the arithmetic
+    scale = math.exp(np.mean(np.log(x)))  # x / scale is about 1, and its powers do not vanish
     mean = losses.mean(axis=1)
     curves, least = np.empty((len(losses), PARAMETERS)), np.full(len(losses), np.inf)
     for alpha in EXPONENTS:
         power = (x / scale) ** -alpha
-        centred = power - power.mean()
-        a = np.maximum((losses - mean[:, None]) @ centred / (centred @ centred), 0.0)
+        centered = power - power.mean()
+        a = np.maximum((losses - mean[:, None]) @ centered / (centered @ centered), 0.0)
         e = mean - a * power.mean()
         # Squares are convex in E and A: where the best E is negative, the best allowed one is 0.
         a = np.where(e < 0, losses @ power / (power @ power), a)
@@ -205,8 +207,8 @@ def _best_curves(x: np.ndarray, losses: np.ndarray) -> np.ndarray:
     return curves
 
 
-def _reaching(curves: np.ndarray, losses: np.ndarray) -> np.ndarray:
-    """Return the x at which each curve [k, 3] has its loss [k]; infinite if the curve is always above it."""
+def _x_at_losses(curves: np.ndarray, losses: np.ndarray) -> np.ndarray:
+    """Return the x at which each of k curves [k, 3] has its loss [k]: infinity if it is always higher, 0 if lower."""
     e, a, alpha = curves.T
     above_e = losses - e
     is_reached = (above_e > 0) & (a > 0)

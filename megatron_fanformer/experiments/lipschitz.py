@@ -56,7 +56,7 @@ def measure(settings: LipschitzSettings, _folder: Path, log: Log) -> Measured:
 
 
 class _Block(nn.Module):
-    """A layer [b, s, h] -> [b, s, h]; its maps are made in the notebook's order, which draws their weights."""
+    """A layer [b, s, h] -> [b, s, h]; making a map draws random weights, so the order of maps is the notebook's."""
 
     def __init__(self, settings: LipschitzSettings, *, has_fan: bool) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class _Block(nn.Module):
         query, key, value = (
             project(x_bsh).view(b, s, self.num_heads, -1) for project in (self.query, self.key, self.value)
         )
-        weights = (query @ key.transpose(2, 3) / math.sqrt(h)).softmax(-1)
+        weights = (query @ key.transpose(2, 3) / math.sqrt(h)).softmax(-1)  # [b, s, n, n]: among the heads of a point
         x_bsh = self.norms[0](self.out((weights @ value).reshape(b, s, h)) + x_bsh)
         return self.norms[1](self.ffn(x_bsh) + x_bsh)
 
@@ -133,9 +133,11 @@ def _constant(model: nn.Module, first_bcyx: Tensor, second_bcyx: Tensor) -> floa
     All inputs enter at once, as in the notebook, since float32's rounding of a product depends on the product's size.
     """
     distances_b = (second_bcyx - first_bcyx).flatten(1).norm(dim=1)
+    inputs = [first_bcyx, second_bcyx]
     if isinstance(model[0], _Block):  # type: ignore[index]
-        first_bcyx, second_bcyx = (x.flatten(2).transpose(1, 2) for x in (first_bcyx, second_bcyx))
-    output_distances_b = (model(second_bcyx) - model(first_bcyx)).flatten(1).norm(dim=1)
+        inputs = [x_bcyx.flatten(2).transpose(1, 2) for x_bcyx in inputs]  # [b, s, h]
+    first, second = map(model, inputs)
+    output_distances_b = (second - first).flatten(1).norm(dim=1)
     return (output_distances_b / distances_b).max().item()
 
 

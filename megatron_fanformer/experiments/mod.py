@@ -80,7 +80,7 @@ class Training(NamedTuple):
 
 
 class OneToken(nn.Module):
-    """A language model's layers on a number [b, 1] -> [b, 1], as a sequence of one token."""
+    """A language model's layers on b numbers, each as a sequence of one token: [b, 1] -> [b, 1]."""
 
     def __init__(self, config: FANformerConfig, scale: float, seed: int, *, has_norm: bool = True) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class OneToken(nn.Module):
         self.layers = fresh_model(config, seed).model
         if not has_norm:
             for layer in self.layers.layers:
-                layer.input_layernorm = nn.Identity()
+                layer.input_layernorm = nn.Identity()  # the attention's norm
         self.embed, self.read_out = nn.Linear(1, config.hidden_size), nn.Linear(config.hidden_size, 1)
 
     def forward(self, t: Tensor) -> Tensor:

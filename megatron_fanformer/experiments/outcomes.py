@@ -25,10 +25,10 @@ MACHINE_FIELDS = {
     *ENDING_EARLY,
     "data.num_workers",
     "data.cache_path",
-    "data.allow_change",  # of one start; the trainer itself refuses other data
+    "data.allow_change",  # holds for one start alone: the trainer itself refuses other data
 }
-"""Fields of these sections that do not: where a run lies, when it pauses and evaluates (it always does after its last
-step), and how its machine reads and computes. A run fills in the fields that are left to the machine."""
+"""Fields of these sections that decide nothing of it: where a run lies, when it pauses and evaluates (it always does
+after its last step), and how its machine reads and computes. A run fills in the fields left to the machine."""
 CUTTING = ("chunk_tokens", "limit_tokens", "npy_dtype", "folder")
 """Fields of `evaluation.perplexity` that decide which tokens of a set are scored, and their context."""
 
@@ -71,15 +71,15 @@ def outcome(sweep: Sweep, cell: Cell) -> Outcome:
     """Return the state and result of a cell."""
     metrics = read_metrics(cell.run) if (cell.run / run_folder.METRICS).exists() else []
     state: State = "begun" if metrics else "to come"
-    file, failure = cell.beside(".failed"), list[str]()
+    loss, failure = None, list[str]()
     saved = run_folder.complete_checkpoints(cell.run)
-    loss = None
-    if saved and (run_folder.step_of(saved[-1]) or 0) >= cell.config.training.steps:  # its metrics were written before
+    # A checkpoint of the last step is written after the metrics of that step.
+    if saved and (run_folder.step_of(saved[-1]) or 0) >= cell.config.training.steps:
         state = "complete"
         number = sweep.config.report.average_steps if sweep.metric == LOSS else 1
         losses = [entry[sweep.metric] for entry in metrics[-number:] if entry.get(sweep.metric) is not None]
         loss = float(np.mean(losses)) if losses else None
-    elif file.is_file():
+    elif (file := cell.beside(".failed")).is_file():
         state, failure = "failed", file.read_text(encoding="utf-8").splitlines()
     return Outcome(
         cell=cell,
@@ -95,7 +95,7 @@ def outcomes(sweep: Sweep) -> list[Outcome]:
     """Return the state and result of all cells, also of those at points of the tuned axis that are not the best.
 
     Raises:
-        InputError: the folder has runs of other configurations than the file's; the message has a line for each.
+        InputError: runs in the folder have other configurations than the file's; the message has a line for each run.
     """
     if problems := [problem for cell in sweep.cells if (problem := _difference(cell, sweep.metric)) is not None]:
         raise InputError("\n".join(problems))
@@ -103,7 +103,7 @@ def outcomes(sweep: Sweep) -> list[Outcome]:
 
 
 def _difference(cell: Cell, metric: str) -> str | None:
-    """Describe a field in which the run in a cell's folder differs from the cell; None if there is none, or no run."""
+    """Describe a field in which the run in a cell's folder differs from the cell; None if no field does, or no run."""
     file = cell.run / run_folder.CONFIG
     if not file.is_file():
         return None

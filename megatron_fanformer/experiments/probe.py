@@ -1,4 +1,4 @@
-"""Runs the probes, the paper's smaller experiments: their settings. Each is a module with a function `measure`.
+"""Runs the probes, the paper's smaller experiments, and has their settings. A probe is a module with a `measure`.
 
     FOLDER/*.png, README.md     pictures and findings, to look at
     FOLDER/result.json          the same as data, written last: a folder that has it is whole
@@ -69,7 +69,7 @@ class HolesSettings:
 
     seeds: int = 5  # of the weights and of the order of samples; both architectures have the same ones
     tasks: tuple[Task, ...] = ("modular", "linear")
-    """`modular`: (a + b) mod 113, the hole centred at (56, 56); `linear`: a + 2 b + 3, centred at (50, 50)."""
+    """`modular`: (a + b) mod 113, the hole centered at (56, 56); `linear`: a + 2 b + 3, centered at (50, 50)."""
     weight_decays: tuple[float, ...] = (0.0, 1.0)  # AdamW's, each on all weights
     half_side: int = 10  # the hole has 2 · half_side + 1 numbers a side: 441 pairs, which leaves 12,328; at most 50
     num_layers: int = 1
@@ -113,7 +113,7 @@ PROBES: dict[str, Probe] = {
 def experiment(options: ExperimentOptions) -> None:
     """List the probes, or run one: measure, write its folder, and print its findings.
 
-    If the folder already holds this probe's result with the same settings, print that and measure nothing.
+    If the folder already holds this probe's result with the same settings, print that result and measure nothing.
 
     Raises:
         InputError: there is no such probe or setting, or the folder holds something else.
@@ -126,10 +126,10 @@ def experiment(options: ExperimentOptions) -> None:
         device.prepare_megatron()
         module = importlib.import_module(f"megatron_fanformer.experiments.{options.name}")
         folder = options.output or Path(FOLDER, options.name)
-        stated = json.loads(json.dumps(asdict(settings)))
+        settings_in_json = json.loads(json.dumps(asdict(settings)))  # as a result has them: tuples are lists
         if (folder / RESULT).exists():
             result = read_result(folder)
-            if (result.experiment, result.settings) != (options.name, stated):
+            if (result.experiment, result.settings) != (options.name, settings_in_json):
                 raise InputError(
                     f"{folder} holds the result of {result.experiment} by other settings; name another --output, or "
                     f"remove its {RESULT} to measure again (finished runs are kept)"
@@ -139,12 +139,12 @@ def experiment(options: ExperimentOptions) -> None:
             measured: Measured = module.measure(settings, folder, lambda line: show([line]))
             if measured.seconds is None:
                 measured = dataclasses.replace(measured, seconds=time.perf_counter() - started)
-            result = write_folder(folder, options.name, stated, measured)
+            result = write_folder(folder, options.name, settings_in_json, measured)
         show([*(finding.sentence for finding in result.findings), f"{folder / README} has all of it"])
 
 
 def read_settings(options: ExperimentOptions) -> Any:
-    """Return the settings of the named probe: its defaults, the options, the fields.
+    """Return the settings of the named probe: those that the command line states, and the defaults of the others.
 
     Raises:
         InputError: there is no such probe or setting, or a setting has a value that it cannot have.
@@ -164,6 +164,7 @@ def read_settings(options: ExperimentOptions) -> Any:
             raise InputError(f"{name}.{field} is {value}; it must be above 0")
         if value == ():
             raise InputError(f"{name}.{field} is empty; name one or more")
+    # Settings without a hidden size, or without heads, get a default that breaks no rule.
     width, heads = getattr(settings, "hidden_size", 4), getattr(settings, "num_heads", 1)
     if width % (4 * heads):
         raise InputError(f"{name}.hidden_size is {width}; it must be a multiple of four times num_heads {heads}")

@@ -60,7 +60,7 @@ def report(options: ReportOptions) -> None:
     page = options.output or PAGE
     if page.suffix != ".md":
         raise InputError(f"--output {page} is no Markdown page; name it NAME.md")
-    folders: dict[Path, None] = {}
+    folders: dict[Path, None] = {}  # in order, each once
     for folder in map(Path, options.paths or ("runs",)):
         below = [file.parent for depth in range(MOST_DEPTH + 1) for file in sorted(folder.glob("*/" * depth + RESULT))]
         if not below:
@@ -99,7 +99,7 @@ def compare_runs(runs: Sequence[Path], output: Path) -> Result:
         runs: those that differ in seed alone are one side; the first is of A.
 
     Raises:
-        InputError: they are not two sides with seeds in common, of batches with as many tokens.
+        InputError: the runs are not of two sides with seeds in common, or their batches differ in size.
     """
     dynamics = read_dynamics(runs)
     settings = {
@@ -143,20 +143,21 @@ def read_dynamics(runs: Sequence[Path]) -> Dynamics:
     if not seeds:
         raise InputError("the two configurations have no seed in common; name runs of the same seeds")
     # Left out are skipped steps, which have no loss, and losses that are not finite, which are null.
-    losses = [
+    runs_entries = [
         {entry["step"]: entry for entry in read_metrics(side[seed]) if entry.get("loss") is not None}
         for side in sides
         for seed in seeds
     ]
-    steps = sorted(set.intersection(*(set(entries) for entries in losses)))
+    steps = sorted(set.intersection(*(set(entries) for entries in runs_entries)))
     if not steps:
         raise InputError("the runs have no step in common; name runs that have begun")
-    tokens = {entries[steps[0]]["tokens"] for entries in losses}
+    tokens = {entries[steps[0]]["tokens"] for entries in runs_entries}
     if len(tokens) > 1:
         raise InputError(
             f"step {steps[0]} ends after {sorted(tokens)} tokens in these runs; name runs of equal batches"
         )
-    a, b = np.array([[entries[step]["loss"] for step in steps] for entries in losses]).reshape(2, len(seeds), -1)
+    losses = np.array([[entries[step]["loss"] for step in steps] for entries in runs_entries])
+    a, b = losses.reshape(2, len(seeds), len(steps))
     return Dynamics(
         names=[", ".join(f"{name} {fields.get(name)}" for name in differing) for fields in configurations],
         seeds=seeds,
@@ -167,7 +168,7 @@ def read_dynamics(runs: Sequence[Path]) -> Dynamics:
 
 
 def _role_in_claim(fields: dict[str, Any]) -> str | None:
-    """Return "transformer" or "fanformer" if fields are of that model of the paper's claim; None for other models."""
+    """Return which model of the paper's claim has these fields, "transformer" or "fanformer"; None if neither has."""
     papers = FANConfig()
     placement, activation, p_ratio = (
         fields.get(f"model.fan.{name}", getattr(papers, name)) for name in ("placement", "activation", "p_ratio")

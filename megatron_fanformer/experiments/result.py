@@ -1,8 +1,8 @@
 """The result of an experiment in its folder, and a Markdown page of one or many.
 
-An experiment's folder has its pictures, README.md, and result.json. This file is written last, so that a folder with it
-is complete, and it is all that `report` reads. For each finding the page has the paper's figure, ours with an interval,
-and a sentence with the conclusion.
+An experiment's folder has its pictures, README.md, and result.json. The latter is written last, so that a folder that
+has it is complete, and `report` reads nothing else. For each finding the page has the paper's figure, ours with an
+interval, and a sentence with the conclusion.
 """
 
 import os
@@ -37,8 +37,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     ours: float | None
     """Our figure; None if nothing could be measured."""
     interval: tuple[float | None, float | None] | None = None
-    """95% interval, low to high, with None for an infinite end; None without an interval, as for one seed, or with an
-    empty one."""
+    """95% interval, low to high, with None for an infinite end. Without an interval, as for one seed, or with an empty
+    one, the whole is None."""
     unit: str
     shows: bool | None
     """True if the effect shows, by a rule that was fixed beforehand; None: inconclusive."""

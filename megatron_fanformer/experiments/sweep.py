@@ -1,7 +1,7 @@
 """Runs `megatron-fanformer sweep`: lists or trains the cells of its file, or shows their state or the report.
 
-Each cell is a process `megatron-fanformer train`, or a task of a Slurm array. Its run's folder alone holds a cell's
-state, so a killed sweep continues when it is run again: complete cells are left out, and a cell that had begun resumes
+Each cell is a process `megatron-fanformer train`, or a task of a Slurm array. A cell's state is in its run's folder
+alone, so a killed sweep continues when it is run again: complete cells are left out, and a cell that had begun resumes
 from its checkpoint. However the sweep's process ends, the processes of its cells end with it.
 """
 
@@ -36,13 +36,7 @@ from megatron_fanformer.experiments.result import README
 from megatron_fanformer.experiments.sweep_report import MISSING, write_report
 from megatron_fanformer.experiments.verbs import SweepOptions
 from megatron_fanformer.plan.job import training_flops_per_token
-from megatron_fanformer.processes import (
-    SAVE_SIGNAL,
-    end_with_owner,
-    ended_by_stop_signals,
-    signals_to,
-    usable_cores,
-)
+from megatron_fanformer.processes import SAVE_SIGNAL, end_with_owner, ended_by_stop_signals, signals_to, usable_cores
 from megatron_fanformer.runtime import device
 from megatron_fanformer.terminal import show, table
 
@@ -94,8 +88,8 @@ def sweep(options: SweepOptions) -> None:
 
 def _plan_lines(sweep: Sweep) -> Iterator[str]:
     """Yield a row for each point, with its parameters beside the baseline's, and a line with the cost of all cells."""
-    config, done = sweep.config, outcomes(sweep)
-    compare, groups = config.report.compare, group_by_points(done)
+    config, states = sweep.config, outcomes(sweep)
+    compare, groups = config.report.compare, group_by_points(states)
     parameters = {tuple(group.points.values()): group.cell.parameters for group in groups}
     rows = []
     for points, cell, _ in groups:
@@ -106,18 +100,17 @@ def _plan_lines(sweep: Sweep) -> Iterator[str]:
     columns = (*config.axes, "parameters", f"over {config.report.baseline}'s", "tokens", "FLOPs")
     yield from table(columns, rows, align="l" * len(config.axes) + "rrrr")
     yield "parameters are without embedding and head"
-    complete = sum(outcome.state == "complete" for outcome in in_play(sweep, done))
+    complete = sum(outcome.state == "complete" for outcome in in_play(sweep, states))
     yield f"{config.num_cells} cells, {complete} of them complete"
 
 
 def _status_lines(sweep: Sweep) -> Iterator[str]:
-    done = outcomes(sweep)
-    yield from (f"{outcome.cell.name}: {outcome}" for outcome in in_play(sweep, done))
-    for choice in choices(sweep, done):
-        at = ", ".join(choice.points.values())
+    states = outcomes(sweep)
+    yield from (f"{outcome.cell.name}: {outcome}" for outcome in in_play(sweep, states))
+    for choice in choices(sweep, states):
         edge = ", at the edge: a better one may lie beyond" if choice.is_at_the_edge else ""
-        best = f"{choice.best} is best{edge}"
-        yield f"{at}: {best if choice.best else 'its best point is chosen once its cells above have ended'}"
+        wait = "its best point is chosen once its cells above have ended"
+        yield f"{', '.join(choice.points.values())}: {f'{choice.best} is best{edge}' if choice.best else wait}"
 
 
 def run_sweep(sweep: Sweep, log: Callable[[str], None], *, jobs: int = 1, command: Sequence[str] = TRAIN) -> None:
@@ -125,7 +118,7 @@ def run_sweep(sweep: Sweep, log: Callable[[str], None], *, jobs: int = 1, comman
 
     Args:
         log: called with a line about each cell.
-        jobs: how many run at once.
+        jobs: the number of cells that run at once.
         command: the words before `--config FILE` that train a cell.
 
     Raises:
@@ -135,7 +128,7 @@ def run_sweep(sweep: Sweep, log: Callable[[str], None], *, jobs: int = 1, comman
     """
     runs = _Runs(sweep, log, command, jobs)
     with run_lock(sweep.folder), signals_to(runs.received.append):
-        while True:
+        while True:  # the cells for tuning choose the points of the next ones
             playing = in_play(sweep, outcomes(sweep))
             cells = [cell for cell in due(playing) if cell.name not in runs.codes]
             if not cells:
@@ -219,9 +212,10 @@ class _Runs:
         self._running.append(_Running(cell, process, time.monotonic(), log_start))
 
     def _pass_on(self, number: signal.Signals) -> None:
-        self._is_stopped |= number != SAVE_SIGNAL
+        is_save = number == SAVE_SIGNAL
+        self._is_stopped |= not is_save
         for running in self._running:
-            running.process.send_signal(number if number == SAVE_SIGNAL else signal.SIGTERM)
+            running.process.send_signal(number if is_save else signal.SIGTERM)
 
     def _end(self, ended: _Running, code: int) -> None:
         cell = ended.cell
@@ -251,7 +245,7 @@ def write_array(sweep: Sweep, script: Path) -> Path:
 
     Args:
         script: a script that starts a single run from the arguments of `train`, as examples/slurm.sh does. Each task of
-            the array has its directives.
+            the array has the script's directives.
 
     Raises:
         InputError: `script` cannot be read or has no directives, or there is nothing left to run.

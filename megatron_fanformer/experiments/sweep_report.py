@@ -18,16 +18,7 @@ import numpy as np
 from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.cells import FITTED, Sweep, SweepConfig
-from megatron_fanformer.experiments.intervals import (
-    Fit,
-    Mean,
-    fit_together,
-    holm,
-    mean_of,
-    p_value,
-    saving,
-    too_little,
-)
+from megatron_fanformer.experiments.intervals import Fit, Mean, fit_together, holm, mean_of, p_value, saving, too_little
 from megatron_fanformer.experiments.outcomes import (
     Group,
     Outcome,
@@ -46,7 +37,7 @@ CSV = "cells.csv"
 PICTURE = "losses.png"
 MISSING = "Cells without a loss"  # the title of their table
 FEWEST_SIZES = 4  # a curve with three parameters goes through any three points
-CALLED = 0.05  # the adjusted p below which a primary comparison shows
+SIGNIFICANT = 0.05  # the adjusted p below which a primary comparison shows
 
 
 def write_report(sweep: Sweep) -> Result:
@@ -142,7 +133,7 @@ def _num_places(config: SweepConfig) -> int:
 
 
 def _losses_by_key(config: SweepConfig, groups: Sequence[Group], point: str) -> dict[tuple[Any, ...], tuple[Any, ...]]:
-    """Return loss and group of a point's runs, by a key that the two runs of a pair have in common."""
+    """Return loss and group of a point's runs, by what both runs of a pair have: the seed, and some points."""
     # Pairs may differ on the compared axis, and on a tuned one, since each point is tuned by itself.
     apart = (config.report.compare, config.tune)
     return {
@@ -158,7 +149,7 @@ def _paired_differences(config: SweepConfig, groups: Sequence[Group], pair: tupl
     of_point, of_baseline = (_losses_by_key(config, groups, point) for point in pair)
     by_seed: dict[Any, list[float]] = {}
     for key in of_point.keys() & of_baseline.keys():
-        by_seed.setdefault(key[0], []).append(of_point[key][0] - of_baseline[key][0])
+        by_seed.setdefault(key[0], []).append(of_point[key][0] - of_baseline[key][0])  # key[0] is the seed
     # Differences of one seed at several sizes are not independent: their mean is one value.
     means = [math.fsum(by_seed[seed]) / len(by_seed[seed]) for seed in sorted(by_seed)]
     return means, sum(map(len, by_seed.values()))
@@ -178,13 +169,15 @@ def findings(config: SweepConfig, compared: Sequence[Comparison], *, steps: int)
         if not outcome and interval is not None:
             outcome = f"the 95% interval is {interval[0]:+.4f} to {interval[1]:+.4f}"
             if comparison.adjusted is not None:
-                shows = comparison.adjusted < CALLED and value < 0
+                shows = comparison.adjusted < SIGNIFICANT and value < 0
                 number = _num_primary(config)
                 corrected = f", corrected for {number} primary comparisons (Holm)" if number > 1 else ""
                 outcome += f", p {comparison.adjusted:.2g}{corrected}"
-        rule = "It is exploratory: not among the comparisons stated before the runs."
-        if comparison.is_primary:
-            rule = f"Stated before the runs: {point} is lower. It shows if p is below {CALLED:.0%}."
+        rule = (
+            f"Stated before the runs: {point} is lower. It shows if p is below {SIGNIFICANT:.0%}."
+            if comparison.is_primary
+            else "It is exploratory: not among the comparisons stated before the runs."
+        )
         has_paper = point in report.paper and baseline in report.paper
         at = "".join(f", {axis} {name}" for axis, name in comparison.at.items())
         yield Finding(
@@ -206,24 +199,24 @@ def findings(config: SweepConfig, compared: Sequence[Comparison], *, steps: int)
 
 
 def _fits(sweep: Sweep, groups: Sequence[Group]) -> dict[str, Fit]:
-    """Fit a power law to each compared point, over the sizes and seeds that all points have; none if these are few."""
+    """Fit a power law to each compared point, over the sizes and seeds that all points have; none if sizes are few."""
     config = sweep.config
-    by_point = {point: _losses_by_key(config, groups, point) for point in config.axes[config.report.compare]}
-    by_point = {point: of_point for point, of_point in by_point.items() if of_point}
-    keys = sorted(set.intersection(*(set(of_point) for of_point in by_point.values())))
-    xs = [[sweep.size_of(of_point[key][1].cell) for key in keys] for of_point in by_point.values()]
-    if min(len({*of_point}) for of_point in xs) < FEWEST_SIZES:
+    points = config.axes[config.report.compare]
+    by_point = {point: runs for point in points if (runs := _losses_by_key(config, groups, point))}
+    keys = sorted(set.intersection(*(set(runs) for runs in by_point.values())))
+    xs = [[sweep.size_of(runs[key][1].cell) for key in keys] for runs in by_point.values()]
+    if min(len({*sizes}) for sizes in xs) < FEWEST_SIZES:
         return {}
-    losses = [[of_point[key][0] for key in keys] for of_point in by_point.values()]
+    losses = [[runs[key][0] for key in keys] for runs in by_point.values()]
     return dict(zip(by_point, fit_together(xs, losses), strict=True))
 
 
 def _savings(sweep: Sweep, groups: Sequence[Group], fits: dict[str, Fit], steps: int) -> Iterator[Finding]:
-    """Yield, for each fitted point, the share of the baseline's parameters or tokens that it needs for its loss."""
+    """Yield, for each fitted point, the share of the baseline's parameters or tokens that reach the baseline's loss."""
     report = sweep.config.report
     if report.baseline not in fits:
         return
-    short = too_little(seeds=min(len(group.losses) for group in groups if group.losses), steps=steps)
+    too_few = too_little(seeds=min(len(group.losses) for group in groups if group.losses), steps=steps)
     of_baseline = [group for group in groups if group.points[report.compare] == report.baseline and group.losses]
     largest = max(sweep.size_of(group.cell) for group in of_baseline)
     for point, fit in fits.items():
@@ -233,20 +226,22 @@ def _savings(sweep: Sweep, groups: Sequence[Group], fits: dict[str, Fit], steps:
         low, high = reached.interval or (math.inf, math.inf)
         is_finite = math.isfinite(reached.share)
         needs = f"needs {reached.share:.1%} of them" if is_finite else "does not come to that loss by its curve"
-        outcome = short or f"the 95% interval is {low:.1%} to {high:.1%}"
-        if not short and reached.interval is None:
-            outcome = "there are too few runs for an interval, so that this is inconclusive"
+        spread = (
+            "there are too few runs for an interval, so that this is inconclusive"
+            if reached.interval is None
+            else f"the 95% interval is {low:.1%} to {high:.1%}"
+        )
         yield Finding(
             name=f"{sweep.config.experiment}: {report.over} that {point} needs for {report.baseline}'s loss",
             paper=None if report.paper_saving is None else f"{report.paper_saving:.1%}",
             ours=100 * reached.share if is_finite else None,
             interval=(100 * low, 100 * high if math.isfinite(high) else None) if math.isfinite(low) else None,
             unit=f"% of {report.baseline}'s {report.over}",
-            shows=None if short or reached.interval is None else high < 1,
+            shows=None if too_few or reached.interval is None else high < 1,
             sentence=(
                 f"For the loss of {reached.loss:.4f} nats per token that {report.baseline}'s fitted curve has at "
-                f"{largest:.3g} {report.over}, {point} {needs}; {outcome}. The effect is said to show if the 95% "
-                "interval lies below 100%."
+                f"{largest:.3g} {report.over}, {point} {needs}; {too_few or spread}. The effect is said to show if the "
+                "95% interval lies below 100%."
             ),
         )
 
@@ -299,8 +294,9 @@ def _csv(sweep: Sweep, playing: Sequence[Outcome]) -> str:
 
 
 def _picture(sweep: Sweep, groups: Sequence[Group], fits: dict[str, Fit]) -> bytes:
-    """Return a PNG with a dot for each run, each point's mean and 95% interval, and the fitted curves; over a field the
-    baseline is a line across.
+    """Return a PNG with a dot for each run, each point's mean and 95% interval, and the fitted curves.
+
+    Where losses are drawn over a field of the configuration, the baseline is a line across.
     """
     report = sweep.config.report
     shown = [group for group in groups if group.losses]
@@ -316,14 +312,15 @@ def _picture(sweep: Sweep, groups: Sequence[Group], fits: dict[str, Fit]) -> byt
                 axes.axhline(mean, linestyle="--", color="black", label=report.baseline)
                 axes.axhspan(low, high, color="black", alpha=0.08)
                 continue
-            x, color = (sweep.size_of(group.cell) if report.over else place), f"C{points.index(point)}"
+            x = sweep.size_of(group.cell) if report.over else place
+            color = f"C{points.index(point)}"
             axes.errorbar([x], [mean], yerr=[[mean - low], [high - mean]], fmt="o", color=color, capsize=3)
             axes.plot([x] * len(losses), losses, ".", color=color, alpha=0.5)
         for point, fit in fits.items():
             sizes = [sweep.size_of(group.cell) for group in shown if group.points[report.compare] == point]
-            line, (e, a, alpha) = np.geomspace(min(sizes), max(sizes), 100), fit.curve
+            xs, (e, a, alpha) = np.geomspace(min(sizes), max(sizes), 100), fit.curve
             label = f"{point}: {e:.3g} + {a:.3g}·x^−{alpha:.3g}"
-            axes.plot(line, fit.curve.loss(line), color=f"C{points.index(point)}", label=label)
+            axes.plot(xs, fit.curve.loss(xs), color=f"C{points.index(point)}", label=label)
         axes.set(xlabel=report.over, ylabel=f"{sweep.metric}, nats per token", title=sweep.config.experiment)
         if report.over is None:
             names = [" ".join(group.points.values()) for group in shown]
