@@ -85,7 +85,7 @@ class NewText:
 
     @property
     def final(self) -> str:
-        """Return what no token will change of `text`: without an incomplete character or begun stop string."""
+        """Return the start of `text` that no token changes; it ends before an incomplete character or stop string."""
         if self.is_stopped:
             return self.text
         text = self.text.rstrip(INCOMPLETE)
