@@ -187,11 +187,11 @@ def check_plain_values(checkpoint: Path, table: Table, *, share: int = 0, shares
     check_format(checkpoint)
     if common_state(table) is None or (checkpoint / COMMON).exists():
         with reporting_damage(checkpoint / COMMON):
-            load_data(regular_file(checkpoint / COMMON))
+            load_data(regular_file(checkpoint / COMMON))  # only to see that it holds nothing but data
     tensors = tensors_of(table)
     objects = [part for part in stored_parts(table) if part.name not in tensors]
     for part in objects[share::shares]:
-        read_entry(checkpoint / part.file, part.offset, part.length)
+        read_entry(checkpoint / part.file, part.offset, part.length)  # only to see the same
 
 
 # -- plain values

@@ -35,12 +35,12 @@ class SmallRun:
 
 def shrink(model: FANformerConfig, micro_batch_size: int, layouts: list[ParallelConfig]) -> SmallRun:
     """Return the small form of a run. Each of the layouts that is legal for the run is legal for the small form."""
-    unit = math.lcm(*(layout.tensor_model_parallel_size for layout in layouts))
+    unit = math.lcm(*(layout.tensor_model_parallel_size for layout in layouts))  # divides every size that ranks share
     groups = _groups(model.query_groups, layouts)
     heads = groups * model.num_attention_heads // model.query_groups
     hidden = heads * min(HEAD_SIZE, model.kv_channels)
     ffn_unit = 4 * unit  # a FAN layer of p_ratio 0.25 in the MLP then has rows that `unit` divides
-    multiple = math.lcm(VOCABULARY_UNIT, unit)
+    vocabulary_multiple = math.lcm(VOCABULARY_UNIT, unit)
     # A context parallel rank takes 2 parts of the sequence; with sequence parallelism, tensor parallel ranks divide it.
     sequence_unit = math.lcm(
         *(layout.context_parallel_size * math.lcm(2, layout.tensor_model_parallel_size) for layout in layouts)
@@ -52,8 +52,8 @@ def shrink(model: FANformerConfig, micro_batch_size: int, layouts: list[Parallel
         ffn_hidden_size=max(1, round(model.ffn_hidden_size * hidden / model.hidden_size / ffn_unit)) * ffn_unit,
         num_attention_heads=heads,
         num_query_groups=groups if model.num_query_groups is not None else None,
-        vocab_size=VOCABULARY_UNIT * multiple - PADDING,
-        make_vocab_size_divisible_by=multiple,
+        vocab_size=VOCABULARY_UNIT * vocabulary_multiple - PADDING,
+        make_vocab_size_divisible_by=vocabulary_multiple,
         seq_length=min(model.seq_length, -(-MIN_SEQUENCE // sequence_unit) * sequence_unit),
     )
     small = _with_divisible_rows(model, small, unit)
