@@ -98,7 +98,7 @@ def open_chats(prefix: str) -> ChatFiles:
         raise CorruptError(
             f"{mask} holds {mask_bytes} bytes for {index.tokens} tokens; copy the files of {prefix} again"
         )
-    return ChatFiles(prefix, bin_path(prefix), index.dtype, mask, np.cumsum(lengths) - lengths, lengths)
+    return ChatFiles(prefix, bin_path(prefix), index.dtype, mask, starts=np.cumsum(lengths) - lengths, lengths=lengths)
 
 
 def _open_rows(prefix: str) -> ChatFiles:
@@ -125,7 +125,7 @@ def _open_rows(prefix: str) -> ChatFiles:
         raise CorruptError(
             f"row {int(np.argmin(lengths))} (from 0) of {mask} has no learned token; leave it out of both files"
         )
-    return ChatFiles(prefix, ids, dtype, mask, np.arange(len(lengths), dtype=np.int64) * row_tokens, lengths)
+    return ChatFiles(prefix, ids, dtype, mask, starts=np.arange(0, tokens, row_tokens, dtype=np.int64), lengths=lengths)
 
 
 # -- sets of chats
@@ -209,8 +209,8 @@ def first_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     # At most one bin is less than half full: the items of a second one would have fitted into the first one.
     most_bins = min(len(lengths), 2 * int(lengths.sum()) // capacity + 1)
     leaves = 1 << max(0, most_bins - 1).bit_length()  # a power of two, at least `most_bins`
-    # A tree from node 1 on: node n has the children 2n and 2n + 1. room[leaves + b] is that of bin b, and the room of a
-    # node above is the larger one of its children's.
+    # A tree from node 1 on: node i has the children 2i and 2i + 1. room[leaves + b] is that of bin b, and a node with
+    # children has the larger one of their rooms.
     room = array("q", [capacity]) * (2 * leaves)
     bins = np.empty(len(lengths), np.int64)
     for item, length in enumerate(map(int, lengths)):

@@ -196,10 +196,9 @@ class _DatasetBuilder:
             identity = {**identity, "kinds": kinds}
         with index_folder(self._data.cache, identity) as folder:
             config = self._config(folder, blend.sources, None, part, None)
-            blended = BlendedMegatronDatasetBuilder.build_generic_dataset(
+            return BlendedMegatronDatasetBuilder.build_generic_dataset(
                 BlendedDataset, lambda: True, True, blend_sources, weights, identity["size"], config
             )  # built on all ranks (`lambda`), on rank 0 before the others (`True`)
-        return blended
 
     def _build_pairs(self, blend: Blend, sizes: Sizes, split: str | None) -> list[Any]:
         """Return the dataset of each part of a blend of pairs, or None for a part that is not in `sizes`.
@@ -245,7 +244,7 @@ class _DatasetBuilder:
         return [self._data.pair(source).identity for source in sources if not source.is_npy]
 
     def _config(
-        self, folder: Path, sources: Sequence[Source], weights: list[float] | None, part: int, split: str | None
+        self, folder: Path, sources: Sequence[Source], weights: list[float] | None, only_part: int, split: str | None
     ) -> Any:
         from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 
@@ -253,7 +252,7 @@ class _DatasetBuilder:
         documents = {"documents": self._identities(sources)}
         tokenizer = SimpleNamespace(eod=self._eod_id, vocab_size=self._vocab_size, unique_identifiers=documents)
         blend = ([self._local_prefix(source) for source in sources], weights)
-        per_split = [blend if position == part else None for position in range(len(PART_NAMES))]
+        per_split = [blend if part == only_part else None for part in range(len(PART_NAMES))]
         return GPTDatasetConfig(
             random_seed=self._seed,
             sequence_length=self._seq_length,

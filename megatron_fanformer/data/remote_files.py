@@ -151,7 +151,7 @@ def _status_of(error: BaseException) -> int | None:
 
 
 def _is_missing(error: Exception) -> bool:
-    """Return whether a file is missing: fsspec's HTTP driver raises FileNotFoundError for other failures, too."""
+    """Return whether an error means a missing file; fsspec's HTTP driver raises FileNotFoundError for others, too."""
     status, cause = _status_of(error), error.__cause__
     if status is not None:
         return status in (404, 410)

@@ -62,7 +62,7 @@ class SampleCounts:
         return [self._tokens(source, TRAIN, is_split=True) / self._seq_length for source in blend.sources]
 
     def repeats_pairs(self, config: DataConfig, *, train_samples: int) -> bool:
-        """Return whether training may read a pair more than once, so that its order depends on the number of samples.
+        """Return whether training may read a pair more than once: then the order of samples depends on their number.
 
         The reason is that megatron-core shuffles all epochs of a pair together. Epochs of .npy files are shuffled one
         by one. In doubt, within a hundredth of an epoch, the answer is True.
@@ -79,7 +79,7 @@ class SampleCounts:
         if len(shares) > 1:
             shares = shares * SURPLUS_FACTOR + SURPLUS_SAMPLES
         return any(
-            share > (self._tokens(source, TRAIN, is_split=is_split) - 1) // self._seq_length
+            share > (self._tokens(source, TRAIN, is_split=is_split) - 1) // self._seq_length  # samples of an epoch
             for source, share in zip(blend.sources, shares, strict=True)
             if not source.is_npy
         )
@@ -93,7 +93,7 @@ class SampleCounts:
         return (tokens - 1) // self._seq_length if tokens > self._seq_length else tokens / self._seq_length
 
     def mixed_sizes(self, blend: Blend, size: int | None) -> tuple[list[float], int, list[int]]:
-        """Return the weights of a blend with .npy files, its size, and the number of samples to build of each source.
+        """Return a blend's weights, the blend's size and the samples to build of each source. The blend has .npy files.
 
         `size` None means one epoch. Without weights, sources are weighted by the samples in their epochs.
         """

@@ -187,7 +187,8 @@ def _read_remote_index(prefix: str, parts: Mapping[int, tuple[float, float]] | N
     copy = str(folder / prefix.rpartition("/")[2])
     index_copy, stand_in = idx_path(copy), bin_path(copy)
     with hold_folder(folder):
-        if idx_file.version is None or not index_copy.is_file() or index_copy.stat().st_size != idx_file.size:
+        is_copied = index_copy.is_file() and index_copy.stat().st_size == idx_file.size
+        if idx_file.version is None or not is_copied:  # without a version, the index may have changed since
             copy_to(idx_file, index_copy)
         if not stand_in.is_file():
             with reported_as_local(folder):
