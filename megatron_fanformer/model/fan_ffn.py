@@ -1,7 +1,7 @@
 """Two FAN layers in place of the feed-forward network (placement `ffn`), as the two linear maps of megatron-core's MLP.
 
 Source: the encoder layers of the FAN authors' repository (YihongDong/FAN, time series), where two FAN layers replace
-the two linear maps, d wide to f and back, with nothing between or after them; "Reasoning is Periodicity?" does not say
+the two linear maps, h wide to f and back, with nothing between or after them; "Reasoning is Periodicity?" does not say
 how its variant FFN <- FAN is made, and this is a reading of it (docs/experiments.md#variants).
 
     [p1 | g1] = W1 x + b1      x1 = [cos p1, sin p1, g1]       W1 has (1 - p_ratio) f rows

@@ -97,6 +97,6 @@ class Stack(HybridStack):
             )
 
     def forward(self, *inputs: Any, **options: Any) -> Tensor:
-        """Return hidden states [s, b, h]; on the last stage they have passed through the final norm."""
+        """Return hidden states [sequence, batch, width]; on the last stage they have passed through the final norm."""
         hidden_sbh: Tensor = super().forward(*inputs, **options)
         return hidden_sbh if self.final_layernorm is None else self.final_layernorm(hidden_sbh)

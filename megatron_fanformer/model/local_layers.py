@@ -1,7 +1,7 @@
 """The layers of the local layer spec that are this project's own, in plain torch.
 
 Shapes: s sequence, b micro batch, h hidden size, n heads of this rank, d head size, f inner size of the MLP; T tensor
-parallel ranks, C context parallel ranks.
+parallel ranks, C context parallel ranks, t tokens of all packed sequences.
 """
 
 import itertools

@@ -154,7 +154,7 @@ class Placement:
     def reference_qkv(
         self, model: "FANformerConfig", block: Callable[[str], Any], x: Any, fan: Callable[[str, Any, int], Any]
     ) -> list[Any]:
-        """Return queries, keys and values [b, s, ...] of normed hidden states x [b, s, h] by the authors' equations.
+        """Return queries, keys and values [batch, sequence, ...] of normed hidden states x, by the authors' equations.
 
         Args:
             block: loads a tensor by its name in the authors' block.

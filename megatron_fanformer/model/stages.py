@@ -8,7 +8,7 @@ The rest of the package relies on the following alone. A stage takes tokens, pos
 - `decoder.layers`: megatron-core's TransformerLayers, with `layer_number` counted over all stages, from 1;
 - `decoder.final_layernorm`: the norm in front of the head on the last stage, elsewhere None.
 
-Shapes: b micro batch, s sequence, v this tensor parallel rank's rows of the vocabulary.
+Shapes: b micro batch, s sequence, h hidden size, v this tensor parallel rank's rows of the vocabulary.
 """
 
 import importlib.util

@@ -61,7 +61,7 @@ def write_loss_gradient(
     local_greatest_c, sum_c = exponentials(logits_cv)
     (total_c, label_c), factor_c, greatest_c = _combine_ranks(local_greatest_c, sum_c, label_logit_c, is_local, group)
     log_total_c = total_c.log()
-    torch.sub(log_total_c, label_c, out=losses_c)
+    torch.sub(log_total_c, label_c, out=losses_c)  # both are relative to the largest logit
     divisor_c = sum_c if logits_cv.dtype != torch.float32 else 1.0  # what `exponentials` has divided by
     share_c = (divisor_c * factor_c / total_c).clamp_min(SMALLEST_SHARE)  # times logits_cv: probabilities
     log_sum_c = log_total_c + greatest_c
@@ -109,7 +109,7 @@ def exponentials(logits_cv: Tensor) -> tuple[Tensor, Tensor]:
     if cpu_kernels.can_take(logits_cv):
         return cpu_kernels.softmax(logits_cv)
     kernel = _triton_kernel() if triton_takes(logits_cv) else None
-    return (kernel or exponentials_in_torch)(logits_cv)
+    return exponentials_in_torch(logits_cv) if kernel is None else kernel(logits_cv)
 
 
 def _triton_kernel() -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
