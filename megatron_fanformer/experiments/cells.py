@@ -262,11 +262,11 @@ def _report_problems(sweep: Sweep) -> list[str]:
     sets, perplexity = config.data.validation_sets, config.evaluation.perplexity
     known = [f"{VALIDATION_LOSS}/{name}" for name in sets]
     known += [*(f"eval/{name}{PERPLEXITY_LOSS_SUFFIX}" for name in perplexity.sets), LOSS]
-    may_be_a_groups = perplexity.groups and (report.metric or "").endswith(PERPLEXITY_LOSS_SUFFIX)
+    may_be_of_a_group = perplexity.groups and (report.metric or "").endswith(PERPLEXITY_LOSS_SUFFIX)
     if report.metric is None and len(sets) != 1:
         number = plural(len(sets), "validation set")
         return [f"report.metric is not set, and the runs have {number}; name one of {', '.join(known)}"]
-    if report.metric is not None and report.metric not in known and not may_be_a_groups:
+    if report.metric is not None and report.metric not in known and not may_be_of_a_group:
         return [f"report.metric is {report.metric}, no loss that the runs measure; they have {', '.join(known)}"]
     try:
         for cell in sweep.cells:

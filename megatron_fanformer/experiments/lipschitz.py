@@ -116,11 +116,11 @@ def constants(settings: LipschitzSettings, seed: int, log: Log) -> Constants:
         torch.manual_seed(seed)
         shape = (settings.samples, settings.hidden_size, settings.grid, settings.grid)
         x_bcyx = torch.randn(shape)
-        difference = settings.epsilon * torch.randn(shape)
+        difference_bcyx = settings.epsilon * torch.randn(shape)
         for depth in settings.depths:
             for name, model in _models(settings, depth):
                 for dtype_name, dtype in DTYPES.items():
-                    inputs = x_bcyx.to(dtype), x_bcyx.to(dtype) + difference.to(dtype)
+                    inputs = x_bcyx.to(dtype), x_bcyx.to(dtype) + difference_bcyx.to(dtype)
                     measured[name, dtype_name].append(_constant(model.to(dtype), *inputs))
                 figures = " and ".join(f"{measured[name, dtype][-1]:.4f} in {dtype}" for dtype in DTYPES)
                 log(f"seed {seed}, {depth} layers: {name} {figures}")

@@ -117,7 +117,7 @@ def compare_runs(runs: Sequence[Path], output: Path) -> Result:
 
 
 def read_dynamics(runs: Sequence[Path]) -> Dynamics:
-    """Return the two sides' losses, seed by seed.
+    """Return the differences of the losses of two sides, seed by seed.
 
     Raises:
         InputError: the runs cannot be compared.
@@ -180,12 +180,12 @@ def _role_in_claim(fields: dict[str, Any]) -> str | None:
 
 def _findings(dynamics: Dynamics) -> Iterator[Finding]:
     count = max(1, round(PART * len(dynamics.steps)))
-    for name, part, side, claim in (
+    for name, part, side, paper in (
         ("early", dynamics.differences[:, :count], "above", "higher at first"),
         ("late", dynamics.differences[:, -count:], "below", "lower at the end"),
     ):
         value, interval = mean_of(part.mean(axis=1).tolist())
-        claim = f"The paper has FANformer's loss {claim}: it shows if the interval lies {side} 0."
+        claim = f"The paper has FANformer's loss {paper}: it shows if the interval lies {side} 0."
         outcome = too_little(seeds=len(dynamics.seeds), steps=len(dynamics.steps))
         shows = None
         if not outcome and interval is not None:
@@ -210,7 +210,7 @@ def _findings(dynamics: Dynamics) -> Iterator[Finding]:
 def _draw(axes: Any, dynamics: Dynamics) -> None:
     """Draw the differences, averaged over a window of steps that is shorter at both ends."""
     width = max(1, round(SMOOTHED_SHARE * len(dynamics.steps)))
-    counts = np.convolve(np.ones(len(dynamics.steps)), np.ones(width), "same")
+    counts = np.convolve(np.ones(len(dynamics.steps)), np.ones(width), "same")  # steps in the window around each step
     smoothed = np.array([np.convolve(row, np.ones(width), "same") / counts for row in dynamics.differences])
     for seed, row in zip(dynamics.seeds, smoothed, strict=True):
         axes.plot(dynamics.steps, row, linewidth=0.7, alpha=0.6, label=f"seed {seed}")

@@ -95,20 +95,20 @@ class Comparison(NamedTuple):
 def comparisons(config: SweepConfig, groups: Sequence[Group]) -> list[Comparison]:
     """Return all comparisons that have runs: the primary pairs, and every point with the baseline."""
     made: list[Comparison] = []
-    for at in itertools.product(*(config.axes[axis] for axis in config.report.by)):
-        where = dict(zip(config.report.by, at, strict=True))
-        groups_there = [group for group in groups if where.items() <= group.points.items()]
+    for points in itertools.product(*(config.axes[axis] for axis in config.report.by)):
+        at = dict(zip(config.report.by, points, strict=True))
+        groups_there = [group for group in groups if at.items() <= group.points.items()]
         for pair, is_primary in _pairs(config).items():
             values, pairs = _paired_differences(config, groups_there, pair)
             if values:
                 p = p_value(values) if len(values) > 1 else None
-                made.append(Comparison(*pair, where, mean_of(values), len(values), pairs, p, is_primary))
+                made.append(Comparison(*pair, at, mean_of(values), len(values), pairs, p, is_primary))
     tested = {
         place: comparison.p
         for place, comparison in enumerate(made)
         if comparison.is_primary and comparison.p is not None
     }
-    # Comparisons without runs count, too, so that a sweep's verdicts do not change as it goes on.
+    # Primary comparisons that have no p yet count, too, so that a sweep's verdicts do not change as it goes on.
     to_come = [1.0] * (_num_primary(config) - len(tested))
     for place, adjusted in zip(tested, holm([*tested.values(), *to_come]), strict=False):
         made[place] = made[place]._replace(adjusted=adjusted)
@@ -133,7 +133,7 @@ def _num_places(config: SweepConfig) -> int:
 
 
 def _losses_by_key(config: SweepConfig, groups: Sequence[Group], point: str) -> dict[tuple[Any, ...], tuple[Any, ...]]:
-    """Return loss and group of a point's runs, by what both runs of a pair have: the seed, and some points."""
+    """Return loss and group of a point's runs, by the seed and those points that both runs of a pair have."""
     # Pairs may differ on the compared axis, and on a tuned one, since each point is tuned by itself.
     apart = (config.report.compare, config.tune)
     return {
@@ -179,9 +179,9 @@ def findings(config: SweepConfig, compared: Sequence[Comparison], *, steps: int)
             else "It is exploratory: not among the comparisons stated before the runs."
         )
         has_paper = point in report.paper and baseline in report.paper
-        at = "".join(f", {axis} {name}" for axis, name in comparison.at.items())
+        where = "".join(f", {axis} {point_there}" for axis, point_there in comparison.at.items())
         yield Finding(
-            name=f"{config.experiment}: loss of {point}, less {baseline}'s{at}",
+            name=f"{config.experiment}: loss of {point}, less {baseline}'s{where}",
             paper=f"{report.paper[point] - report.paper[baseline]:+.3f}" if has_paper else None,
             ours=value,
             interval=interval,
@@ -190,7 +190,7 @@ def findings(config: SweepConfig, compared: Sequence[Comparison], *, steps: int)
             exploratory=not comparison.is_primary,
             sentence=(
                 f"{point} ends {abs(value):.4f} nats per token {'lower' if value < 0 else 'higher'} than "
-                f"{baseline}{at} over {comparison.pairs} pairs of runs with the same seed; {outcome}. {rule}"
+                f"{baseline}{where} over {comparison.pairs} pairs of runs with the same seed; {outcome}. {rule}"
             ),
         )
 

@@ -47,7 +47,7 @@ def small_fanformer(num_layers: int, hidden_size: int, num_heads: int, vocab_siz
 
 
 def twins(config: FANformerConfig) -> dict[str, FANformerConfig]:
-    """Return the Transformer of a FANformer's shape, and the FANformer with its parameters."""
+    """Return the Transformer of a FANformer's shape, and the FANformer with this Transformer's number of parameters."""
     return {TRANSFORMER: as_transformer(config), SAME_PARAMETERS: with_same_parameters(config, multiple=1)}
 
 
