@@ -30,8 +30,7 @@ class Job:
     micro_batch_size: int  # samples per micro batch
     num_micro_batches: int  # of one replica per step
     layers: Layers  # their implementation: Transformer Engine's, or Megatron's and ours
-    has_document_ids: bool = False
-    """True if samples have the numbers of their documents, which every stage reads: `data.reset_attention_mask`."""
+    has_document_ids: bool = False  # whether every stage reads the samples' document ids: `data.reset_attention_mask`
     on_cpu: bool = False
 
     @property

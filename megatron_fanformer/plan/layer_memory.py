@@ -159,7 +159,7 @@ def _attention_inputs(shapes: LayerShapes) -> tuple[int, int, int]:
         # and values that each chunk sees (as in `core_attention`), repeated for the heads of a group.
         visible = 2 * queries * (2 * ranks + 1) // 2 if is_grouped else ranks * 2 * keys
         return inputs, queries, visible + queries
-    return (inputs, queries, 2 * queries) if is_grouped else (inputs, inputs, 0)  # repeated for the heads
+    return (inputs, queries, 2 * queries) if is_grouped else (inputs, inputs, 0)  # repeated keys and values
 
 
 def _kept_values(shapes: LayerShapes) -> tuple[int, bool]:
@@ -193,9 +193,9 @@ def _mlp(shapes: LayerShapes) -> Rise:
     recomputed = saved_by_all - kept
     if parallel.recomputes("mlp") and not has_fan_mlp:
         recomputed += shapes.stream  # the MLP's output, which a FAN MLP has among `saved`, since its backward reads it
-    # The norm's backward: gradients of its input and output; on a CPU one of them, and copies in float32.
+    # The norm's backward, once `kept` is freed: gradients of input and output; on a CPU one, and float32 copies.
     on_cpu = shapes.job.on_cpu and not shapes.is_engine
-    number_bytes = shapes.element + (3 if shapes.element < FLOAT else 2) * FLOAT if on_cpu else 2 * shapes.element
+    number_bytes = (shapes.element + (3 if shapes.element < FLOAT else 2) * FLOAT) if on_cpu else 2 * shapes.element
     norm_backward = shapes.stream + shapes.part_tokens * shapes.hidden * number_bytes
     return Rise(norm_saved + kept, max(recomputed + peak - saved_by_all, norm_backward - kept))
 

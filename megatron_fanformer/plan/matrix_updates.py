@@ -167,5 +167,5 @@ def _matrix(model: FANformerConfig, weight: Weight, tensor: int) -> Matrix:
     rows = weight.elements * (1 if weight.is_partial else tensor) // columns  # one weight may hold two FAN maps
     heads_of_group = model.num_attention_heads // model.query_groups
     group_rows = tensor_of_layer.rows_of_group(heads_of_group, model.kv_channels)
-    part_rows = tuple(model.query_groups * part for part in group_rows) or (rows,)
+    part_rows = tuple(model.query_groups * part for part in group_rows) or (rows,)  # Q, K and V apart
     return Matrix(rows, columns, part_rows, weight.is_partial)

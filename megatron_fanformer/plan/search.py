@@ -59,6 +59,7 @@ def apply_layout(config: RunConfig, text: str) -> RunConfig:
 def layout_name(config: RunConfig, base: RunConfig) -> str:
     """Return the text by which `apply_layout` makes this configuration from `base`, which differs in layout alone."""
     default, parallel = ParallelConfig(), config.parallel
+    # Fields in which `base` and this layout depart from the default alike are named, too, for readers of the name.
     named = {
         name: value
         for name, value in vars(parallel).items()
@@ -109,8 +110,8 @@ def all_layouts(config: RunConfig, gpus: int) -> Iterator[list[RunConfig]]:
             dataclasses.replace(config.training, micro_batch_size=size)
             for size in ([1] if rest or not samples else divisors(samples))
         ]
-        layers, rest = divmod(config.model.num_layers, pipeline)
-        chunk_counts = [None] if pipeline == 1 or rest else [None, *divisors(layers)[1:]]  # None stands for one
+        layers, layers_left = divmod(config.model.num_layers, pipeline)
+        chunk_counts = [None] if pipeline == 1 or layers_left else [None, *divisors(layers)[1:]]  # None stands for one
         for chunks, form in itertools.product(chunk_counts, _fan_forms(config.model, tensor)):
             parallel = dataclasses.replace(
                 config.parallel,

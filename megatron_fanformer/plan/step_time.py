@@ -53,16 +53,16 @@ def step_time(job: Job, machine: Machine, *, overlaps_tensor_parallel: bool = Fa
     recomputed = sum(recomputed_layers(job, number) for stage in chunk_layers for number in stage)
     layer["recomputation"] *= recomputed / job.model.num_layers  # the mean of all layers
     head = _loss_head(job, machine)
-    stages = [number * sum(layer.values()) for number in layers]
-    stages[-1] += head
-    slowest = stages.index(max(stages))
+    stage_seconds = [number * sum(layer.values()) for number in layers]
+    stage_seconds[-1] += head
+    slowest = stage_seconds.index(max(stage_seconds))
     parts = {name: job.num_micro_batches * layers[slowest] * seconds for name, seconds in layer.items()}
     parts["loss head"] = job.num_micro_batches * head if slowest == job.stages - 1 else 0.0
     if job.stages > 1:
         virtual = job.parallel.virtual_stages
-        parts["pipeline bubble"] = (sum(stages) - stages[slowest]) / virtual
+        parts["pipeline bubble"] = (sum(stage_seconds) - stage_seconds[slowest]) / virtual
         exchange = 2 * _collectives(job, machine, [Term("pp", "send", "", job.boundary_bytes)])  # there and back
-        exposed = 1 - machine.overlap if virtual > 1 else 1
+        exposed = 1 - machine.overlap if virtual > 1 else 1  # share of the time of sends
         parts["pipeline sends"] = exchange * (job.stages - 1 + exposed * virtual * job.num_micro_batches)
     parts |= _once_a_step(job, machine, layers[0], sum(parts.values()) / job.num_micro_batches)
     seconds = sum(parts.values())
@@ -122,15 +122,15 @@ def _layer(job: Job, machine: Machine, overlaps_tensor_parallel: bool) -> dict[s
         fan_rate = map_rate if job.precision.fp8_fan else fan_rate
     products = 2 * maps * tokens / ranks / map_rate + 2 * model.hidden_size * model.fan_rows * fan_tokens / fan_rate
     attention, attention_backward = _core_attention(job, machine)
-    widths = 4 * (queries_width + model.value_size) + 3 * rows + 2 * columns_2  # rotary positions, the MLP's activation
+    # Numbers a token that rotary positions, the MLP's activation and FAN's features move.
+    widths = 4 * (queries_width + model.value_size) + 3 * rows + 2 * columns_2
     if model.has_fan:
         widths += 3 * model.fan_rows + 2 * model.hidden_size
     numbers = STREAM_PASSES * model.hidden_size * part_tokens + widths * tokens / ranks
     moving = numbers * job.element_bytes / machine.memory_rate
-    forward, backward = list(layer_forward(job)), list(layer_backward(job))
+    terms = [*layer_forward(job), *layer_backward(job)]
     tensor, context = (
-        _collectives(job, machine, (term for term in (*forward, *backward) if term.group == group))
-        for group in ("tp", "cp")
+        _collectives(job, machine, (term for term in terms if term.group == group)) for group in ("tp", "cp")
     )
     if overlaps_tensor_parallel:
         tensor -= machine.overlap * min(tensor, 3 * products)

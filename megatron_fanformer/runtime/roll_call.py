@@ -48,7 +48,7 @@ def naming_missing_ranks(store: Any, rank: int, world_size: int) -> Iterator[Non
         over.set()
         text, code = str(error), getattr(error, "exit_code", 1)
         if not isinstance(error, RuntimeError) or not LOST.search(text):
-            _ask(lambda: _answer(store, rank, text, code))
+            _ask(lambda: _answer(store, rank, text, code))  # for a rank that waits for this one
             raise
         answer = f"{WAITING} {_place(traceback.extract_tb(error.__traceback__))}"
         failure = _ask(lambda: _call(store, rank, world_size, answer))
