@@ -108,7 +108,7 @@ def _read_config(folder: Path) -> HuggingFaceConfig:
 
 
 def _checked_config(folder: Path, stated: HuggingFaceConfig, tensors: Mapping[str, Tensor]) -> FANformerConfig:
-    """Return our configuration of the stated model; check the values and, against FAN maps in `tensors`, p_ratio."""
+    """Return our configuration of the stated model. Its values are checked, p_ratio against FAN maps in `tensors`."""
     rope = stated.rope_parameters
     base, rope_type = rope["rope_theta"], rope["rope_type"]
     if not isinstance(base, int | float) or base % 1:

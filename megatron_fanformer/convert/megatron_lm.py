@@ -79,7 +79,7 @@ def open_megatron_lm(
     tensors = _unstack_layers(folder, stored, weights)
     num_layers = arguments.get("num_layers")
     if HYBRID_NORM in weights and type(num_layers) is int:
-        arguments = {**arguments, "num_layers": num_layers // 2}
+        arguments = {**arguments, "num_layers": num_layers // 2}  # two layers of a HybridModel are one of ours
     model = _model_config(folder, arguments, stated, tensors.meta)
     weight_names = set(weights)
     check_parts(folder, (part for part in stored_parts(table) if part.name in weight_names))

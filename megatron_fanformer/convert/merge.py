@@ -80,7 +80,7 @@ def merge_checkpoints(sources: Sequence[Path], shares: Sequence[float], output: 
 
 
 def _average(parts: Iterable[tuple[Tensor, float]], dtype: torch.dtype) -> Tensor:
-    """Return the sum of tensors times shares, rounded to `dtype`; besides it, one tensor at a time is in memory."""
+    """Return the sum of tensors times shares, rounded to `dtype`; only the sum and one tensor are in memory at once."""
     total: Tensor | None = None
     for tensor, share in parts:
         # The sum does not start from zeros: a negative zero added to them would lose its sign.

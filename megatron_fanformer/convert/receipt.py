@@ -143,7 +143,7 @@ def prompts(vocab_size: int) -> Tensor:
 
 @torch.no_grad()
 def _logits(checkpoint: Checkpoint, dtype: torch.dtype | None, grid: RankGrid, ids_bs: Tensor) -> Tensor:
-    """Return the logits of a checkpoint's model in float32; its weights are first rounded to `dtype`, if any."""
+    """Return the logits of a checkpoint's model in float32; its weights are first rounded to `dtype`, unless None."""
 
     def load(name: str) -> Tensor:
         if name not in checkpoint.tensors:

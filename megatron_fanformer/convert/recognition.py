@@ -35,7 +35,7 @@ DESCRIPTIONS: dict[Kind, str] = {
     "megatron-lm": "a checkpoint of Megatron-LM",
 }
 
-# What may follow a prefix; the longer endings first, since .json ends one of them.
+# What may follow a prefix of token files; the longer endings first, since .json ends one of them.
 ENDINGS = (".manifest.json", ".ledger.parquet", MASK_SUFFIX, ".bin", ".idx", ".npy")
 CONFIG_JSON = "config.json"  # a Hugging Face folder's
 MODEL_TYPE = "fanformer"  # a FANformer's model_type in it

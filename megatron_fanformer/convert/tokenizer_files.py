@@ -88,13 +88,13 @@ def write_tokenizer(folder: Path, extras: Extras, *, model_max_length: int) -> t
         (folder / CHAT_TEMPLATE_JINJA).write_text(extras.chat_template, encoding="utf-8")
         end_of_turn_ids = written.encode(ChatTemplate(extras.chat_template).end_of_turn(), add_special_tokens=False).ids
         special_ids = set(written.get_added_tokens_decoder()) - {end_of_text_id}
-        end_ids += [end_id for end_id in end_of_turn_ids if end_id in special_ids][-1:]
+        end_ids += [end_id for end_id in end_of_turn_ids if end_id in special_ids][-1:]  # one or none
     _verify(folder, source, original_encode, finds_special_tokens=source.suffix != ".model")
     return max(vocabulary.values()) + 1, end_ids
 
 
 def adds_special_tokens(tokenizer: Path) -> bool:
-    """Return whether a tokenizer is a `tokenizer.json` that puts special tokens around a text; the export will not."""
+    """Return whether a tokenizer is a `tokenizer.json` that puts special tokens around a text; an export does not."""
     from tokenizers import Tokenizer
 
     return tokenizer.suffix == ".json" and Tokenizer.from_file(str(tokenizer)).num_special_tokens_to_add(False) > 0
@@ -149,12 +149,12 @@ def _tokenizer_json(model: Any) -> dict[str, Any]:
     """Return the content of a `tokenizer.json` that gives the same ids as the sentencepiece model."""
     from tokenizers import AddedToken, Tokenizer, decoders, models
 
-    pieces = [piece.piece.replace(SPACE_MARK, " ") for piece in model.pieces]
-    scores = {pieces[i]: piece.score for i, piece in enumerate(model.pieces) if piece.type == piece.NORMAL}
-    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    texts = [piece.piece.replace(SPACE_MARK, " ") for piece in model.pieces]
+    scores = {text: piece.score for text, piece in zip(texts, model.pieces, strict=True) if piece.type == piece.NORMAL}
+    vocabulary = {text: index for index, text in enumerate(texts)}
     library = Tokenizer(models.BPE(vocabulary, list(_merges(scores)), byte_fallback=True))
     library.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    for text, piece in zip(pieces, model.pieces, strict=True):
+    for text, piece in zip(texts, model.pieces, strict=True):
         if piece.type in (piece.CONTROL, piece.UNKNOWN):
             library.add_special_tokens([AddedToken(text, normalized=False, special=True)])
         elif piece.type == piece.USER_DEFINED:

@@ -113,7 +113,7 @@ def _find_checkpoints(options: MergeOptions) -> list[Path]:
             "checkpoints themselves"
         )
     run = recognize(options.sources[0], ("run",))
-    latest = checkpoint_of(run)  # a run may have been set back to it: later ones are not averaged
+    latest = checkpoint_of(run)  # a run may have been set back to it: later checkpoints are not averaged
     checkpoints = [folder for folder in complete_checkpoints(run.path) if folder.name <= latest.name]
     if not FEWEST_MERGED <= options.last <= len(checkpoints):
         raise InputError(

@@ -137,7 +137,7 @@ def _difference(
 
 
 def resampled_sums(features_nf: np.ndarray, draws: int, generator: np.random.Generator) -> np.ndarray:
-    """Draw n of n documents with replacement, `draws` times; return each draw's sums of features [n, f]: [draws, f].
+    """Return [draws, f]: the sums of the features [n, f] over n documents drawn with replacement, for each draw.
 
     Documents with equal features are one kind. How often each kind is drawn has a multinomial distribution, so that
     the cost does not depend on n if there are few kinds.

@@ -17,7 +17,7 @@ from megatron_fanformer.evaluate.config import SETS, EvaluationConfig, Evaluatio
 from megatron_fanformer.evaluate.prepare import CONTEXT_LENGTH, find_tasks, prepare_requests
 from megatron_fanformer.evaluate.results import Result, read_result, result_lines, write_results
 from megatron_fanformer.evaluate.survey import set_problems
-from megatron_fanformer.evaluate.tasks import OWN, is_own, resolve
+from megatron_fanformer.evaluate.tasks import OWN, is_question_file, resolve
 from megatron_fanformer.evaluate.verb import EvaluateOptions
 from megatron_fanformer.model.layouts import Layout, layout_fields, parse_layout
 from megatron_fanformer.options import option_name
@@ -84,7 +84,7 @@ def _evaluate_as_rank(options: EvaluateOptions, address: devices.RankAddress) ->
     from megatron_fanformer.runtime.parallel import process_group, rank_grid
 
     def find() -> "tuple[EvaluationRequest, Jobs]":
-        if (launched := read_payload()) is not None:
+        if (launched := read_payload()) is not None:  # from `_evaluate_on_new_ranks`; torchrun gives none
             return cast("tuple[EvaluationRequest, Jobs]", launched)
         request = read_request(options, world_size=address.world_size)
         return request, _find_jobs(request)
@@ -220,7 +220,7 @@ def _task_names(options: EvaluateOptions) -> list[str]:
     if options.requests is None:
         find_tasks(options.tasks)
         return []
-    if files := [name for name in options.tasks if is_own(name)]:
+    if files := [name for name in options.tasks if is_question_file(name)]:
         raise InputError(
             f"--tasks {' '.join(files)} is a file of questions, and --requests is prepared already; leave --requests "
             f"out, or name a task of it as {OWN}{Path(files[0]).stem}"
@@ -229,7 +229,7 @@ def _task_names(options: EvaluateOptions) -> list[str]:
 
 
 OPTIONS = {"sets.": "perplexity ", "sets": "perplexity", "groups": "perplexity", "folder": "perplexity_folder"}
-"""Fields of `evaluation.perplexity` whose options have other names."""
+"""Fields of `evaluation.perplexity` whose options have other names: `sets.NAME` is `--perplexity NAME`."""
 FIELD = re.compile(r"(?<![\w./~-])evaluation\.(?:perplexity\.)?(sets\.|\w+)")  # not within a path
 
 

@@ -65,7 +65,7 @@ def evaluate(
     answers, num_cut = [], 0
     for document, ids in zip(documents, prompts, strict=True):
         new_tokens = options.max_new_tokens or min(document["max_new_tokens"], longest // 2)
-        context = (ids or [tokenizer.eod_id])[new_tokens - longest :]
+        context = (ids or [tokenizer.eod_id])[new_tokens - longest :]  # the last ids, at most longest - new_tokens
         num_cut += len(context) < len(ids)
         stop = document["stop"]
         answers.append(Continuation(tokenizer, context, SamplingConfig(), max_new_tokens=new_tokens, stop=stop))

@@ -118,7 +118,7 @@ def find_jobs(request: EvaluationRequest) -> Jobs:
 
 
 def _request_file(request: EvaluationRequest, jobs: list[EvaluationJob]) -> RequestFile | None:
-    """Return the file of --requests, or that of --tasks, from the cache or prepared now; None without both.
+    """Return the request file: that of --requests, or one for --tasks, cached or prepared now; None without both.
 
     Prepared requests need one tokenizer and one end of text for all checkpoints. The end of text is that of --eod-id,
     else the one stated next to the weights, else the tokenizer's.
@@ -136,7 +136,7 @@ def _request_file(request: EvaluationRequest, jobs: list[EvaluationJob]) -> Requ
             f"the checkpoints have {len(resolved)} tokenizers ({descriptions}), but requests are made with one; "
             "evaluate the checkpoints of each tokenizer by themselves"
         )
-    (((_, eod_id), tokenizer),) = resolved.items()
+    (((_, eod_id), tokenizer),) = resolved.items()  # the only item
     length = options.context_length or CONTEXT_LENGTH
     return prepare_requests(
         None, tasks=options.tasks, tokenizer=tokenizer, eod_id=eod_id, context_length=length, limit=options.limit

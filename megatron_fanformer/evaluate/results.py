@@ -33,8 +33,8 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
     """The task's default metric: the one to report and compare."""
     metrics: dict[str, MetricValue]
     documents: list[dict[str, Any]]
-    """Documents in the task's order. The metric is the sum of all `score` divided by the sum of all `weight`, which is
-    1 except for F1. `lengths` are the divisors of the log-probabilities."""
+    """Documents in the task's order. The metric is the sum of all `score` divided by the sum of all `weight`; except
+    for F1 each `weight` is 1. `lengths` are the divisors of the log-probabilities."""
     cut: int = 0
     """The number of requests or prompts whose beginning was cut to fit the model's context."""
 
@@ -80,10 +80,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def mean_value(numerators: Sequence[float], denominators: Sequence[float] | None = None) -> MetricValue:
-    """Return the quotient of two sums over documents, by default a mean, with its standard error.
+    """Return the quotient M of two sums over documents, Σ a / Σ b (by default a mean), with its standard error.
 
     The standard error is sqrt(Σ (a − M b)²) / Σ b, by the delta method; for a share p of n it is sqrt(p(1 − p)/n). If
-    the denominators sum to 0, the value is 0, as is usual for F1.
+    the denominators b sum to 0, the value is 0, as is usual for F1.
     """
     a = np.asarray(numerators, dtype=np.float64)
     b = np.ones_like(a) if denominators is None else np.asarray(denominators, dtype=np.float64)
@@ -159,11 +159,11 @@ def _column(result: Result) -> dict[tuple[str, str], str]:
     shares = [task.metrics[task.metric].value for task in result.tasks.values() if is_share(task.metric)]
     if len(shares) > 1:
         cells["mean of tasks", ""] = f"{100 * sum(shares) / len(shares):.2f}"
-    for name, loss in result.perplexity.items():
-        cells[name, "loss"] = f"{loss.loss:.4f}"
-        cells[name, "perplexity"] = _perplexity(loss.perplexity)
-        if loss.bits_per_byte is not None:
-            cells[name, "bits/byte"] = f"{loss.bits_per_byte:.4f}"
+    for name, of_set in result.perplexity.items():
+        cells[name, "loss"] = f"{of_set.loss:.4f}"
+        cells[name, "perplexity"] = _perplexity(of_set.perplexity)
+        if of_set.bits_per_byte is not None:
+            cells[name, "bits/byte"] = f"{of_set.bits_per_byte:.4f}"
     return cells | {(group, "mean perplexity"): _perplexity(mean) for group, mean in result.groups.items()}
 
 

@@ -25,11 +25,11 @@ from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.runtime.pipeline import Batches, run_schedule
 
 MICRO_BATCHES_PER_STAGE = 4  # in one pass of a pipeline: with them, two stages idle a ninth of the time
-# Padded lengths between a power of two and the next: an eighth of a row is padding at most. They are few, since
-# attention on a GPU is planned anew for every shape.
+# The number of padded lengths between a power of two and the next: an eighth of a row is padding at most. Lengths are
+# few, since attention on a GPU is planned anew for every shape.
 LENGTHS_PER_OCTAVE = 8
 TRIM_INTERVAL = 8  # batches, after which the freed memory of tensors of other lengths is returned
-EMPTY = -1
+EMPTY = -1  # in place of a row's number
 
 ReadRow = Callable[[int], np.ndarray]
 
@@ -46,7 +46,7 @@ def row_losses(
     """Return the losses of the next micro batches, summed by row over the loss mask; a collective call of one replica.
 
     Args:
-        stages: the chunks of this rank's stage, in megatron-core's data parallelism or without; within `evaluating`.
+        stages: the chunks of this rank's stage, in megatron-core's data parallelism or not; in the mode of `evaluating`.
         batches: this replica's micro batches, [b, s] each of `data.batches.BATCH_FIELDS`, on the CPU, where s is a
             multiple of `length_multiple`.
         num_micro_batches: a multiple of `micro_batch_multiple`.
@@ -64,7 +64,7 @@ def row_losses(
     )
     rows = num_micro_batches * micro_batch_size
     sums = torch.cat(reports) if reports else torch.zeros(rows, dtype=torch.float64, device=grid.torch_device)
-    for group in (grid.groups.cp, grid.groups.pp):  # context ranks have parts of rows, the last stage has the losses
+    for group in (grid.groups.cp, grid.groups.pp):  # context ranks have parts of rows; only the last stage has losses
         if group.size() > 1:
             dist.all_reduce(sums, group=group)
     return sums.cpu()
@@ -76,14 +76,14 @@ def micro_batch_multiple(stages: list[Any], grid: RankGrid) -> int:
 
 
 def length_multiple(stages: list[Any], grid: RankGrid) -> int:
-    """Return what a row's length must be a multiple of: ranks get equal parts of a size that matrix products take."""
+    """Return what a row's length must be a multiple of: ranks get equal parts of it, in FP8 of an aligned size."""
     config, context = stages[0].config, grid.context_parallel_size
-    multiple = context * (grid.groups.tp.size() if config.sequence_parallel else 1)
+    multiple = context * (grid.groups.tp.size() if config.sequence_parallel else 1)  # the number of parts
     if config.fp8:
         from megatron.core.fp8_utils import get_fp8_align_size
 
         multiple *= get_fp8_align_size(config.fp8_recipe)
-    return math.lcm(multiple, 2 * context if context > 1 else 1)  # a context rank takes two pieces of a row
+    return math.lcm(multiple, 2 * context) if context > 1 else multiple  # each context rank gets two equal pieces
 
 
 @contextmanager
@@ -208,13 +208,13 @@ def batches_of_rows(lengths: np.ndarray, stages: list[Any], grid: RankGrid, batc
 def padded_length(length: int, unit: int) -> int:
     """Return the length to which rows of up to `length` tokens are padded: one of few multiples of `unit`."""
     octave = 1 << (length.bit_length() - 1)  # the largest power of two up to `length`
-    return _round_up(length, math.lcm(unit, max(8, octave // LENGTHS_PER_OCTAVE)))
+    return _round_up(length, math.lcm(unit, max(8, octave // LENGTHS_PER_OCTAVE)))  # in steps of 8 tokens or more
 
 
 def _micro_batches(
     rows_mb: np.ndarray, read: ReadRow, scored: np.ndarray, seq_length: int
 ) -> Generator[dict[str, Tensor], None, None]:
-    """Yield micro batches [b, s] of the rows numbered in `rows_mb` [m, b].
+    """Yield m micro batches [b, s] of the rows whose numbers are in `rows_mb` [m, b].
 
     All ids of a row but the last are tokens; a token's label is the next id. The last `scored[row]` labels count.
     """

@@ -43,9 +43,9 @@ class TaskScores(NamedTuple):
     """Log-probabilities of a task's continuations, in nats."""
 
     conditional: np.ndarray
-    """[n]: after the requests' contexts."""
+    """[requests]: after the requests' contexts."""
     unconditional: np.ndarray | None = None
-    """[n]: after the task's neutral contexts; None if they were not scored, or the task has none."""
+    """[requests]: after the task's neutral contexts; None if they were not scored, or the task has none."""
 
 
 def scores_of_tasks(
@@ -90,9 +90,9 @@ def log_probabilities(
     The requests of all tasks share batches; equal requests are scored once.
 
     Returns:
-        For each task [n] float64, in its requests' order, the same on every rank.
+        An array for each task: [requests] float64, in the task's order, the same on every rank.
     """
-    row_numbers: dict[tuple[bytes, int], int] = {}  # in the order of `rows`
+    row_numbers: dict[tuple[bytes, int], int] = {}  # by a row's ids and scored tokens, in the order of `rows`
     rows: list[np.ndarray] = []
     rows_by_task = []
     for task in tasks:
@@ -100,7 +100,7 @@ def log_probabilities(
         requests = np.split(task.ids, task.offsets[1:-1])
         for ids, scored in zip(requests, task.continuation_tokens.tolist(), strict=True):
             number = row_numbers.setdefault((ids.tobytes(), scored), len(rows))
-            if number == len(rows):
+            if number == len(rows):  # no earlier request is equal
                 rows.append(ids)
             task_rows.append(number)
         rows_by_task.append(task_rows)
@@ -172,7 +172,7 @@ def document_sums(requests: TaskRequests, scores: TaskScores) -> dict[str, np.nd
         sums = {name: _with_ones(predicted == labels) for name, predicted in predictions.items()}
         if requests.metric == "f1":
             predicted, actual = predictions["acc"] == POSITIVE, labels == POSITIVE
-            # F1 is 2 TP / (2 TP + FP + FN), and its denominator all positive predictions and all positive labels.
+            # F1 is 2 TP / (2 TP + FP + FN): the denominator is the positive predictions plus the positive labels.
             numerators, denominators = 2.0 * (predicted & actual), 1.0 * predicted + 1.0 * actual
             sums["f1"] = np.stack([numerators, denominators], axis=1)
     right_lengths = {name: lengths[is_right_choice] for name, lengths in requests.lengths.items()}

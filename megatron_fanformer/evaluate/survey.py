@@ -51,20 +51,20 @@ class PerplexitySet:
     vocab_size: int
     """The model's vocabulary size; all ids must be below."""
     most_tokens: int | None
-    """Take chunks from the set's beginning until they have so many tokens; None: all chunks."""
+    """Take chunks from the set's beginning until they have this number of tokens; None: all chunks."""
     bytes_per_token: float | None = None
     """UTF-8 bytes of the original text per token; None if not known."""
 
     def chunks(self) -> np.ndarray:
-        """Return [n, 2] int64: the number of the file and of the first token, for each chunk.
+        """Return [chunks, 2] int64: for each chunk, the numbers of its file and of its first token in the file.
 
         Raises:
             InputError: no file is as long as a chunk.
         """
         size = self.chunk_tokens
         starts = [np.arange(file.tokens // size, dtype=np.int64) * size for file in self.files]
-        numbers = np.repeat(np.arange(len(starts)), [len(of_file) for of_file in starts])
-        chunks = np.stack([numbers, np.concatenate(starts)], axis=1)
+        file_numbers = np.repeat(np.arange(len(starts)), [len(of_file) for of_file in starts])
+        chunks = np.stack([file_numbers, np.concatenate(starts)], axis=1)
         if not len(chunks):
             raise InputError(
                 f"{self.name} holds {sum(file.tokens for file in self.files)} tokens in {len(self.files)} files and no "
@@ -182,7 +182,7 @@ def set_problems(config: PerplexityConfig) -> list[str]:
 
 
 def _find_files(path: str) -> list[str]:
-    """Return the .npy files and the prefixes of pairs that a file, a prefix, a folder or a glob names."""
+    """Return the .npy files and prefixes of pairs that a path names: a file or a prefix, or else a folder or a glob."""
     if is_url(path):
         if path.endswith("/") or (path.endswith(NPY_SUFFIX) and glob.has_magic(path)):
             return list_files(path, NPY_SUFFIX)
@@ -195,7 +195,7 @@ def _find_files(path: str) -> list[str]:
     else:
         candidates = [path, f"{path}.idx", f"{path}{NPY_SUFFIX}"]
     files = {name for name in candidates if name.endswith(NPY_SUFFIX) and Path(name).is_file()}
-    pairs = {name[: -len(".idx")] for name in candidates if name.endswith((".idx", ".bin"))}
+    pairs = {name[: -len(".idx")] for name in candidates if name.endswith((".idx", ".bin"))}  # equally long endings
     return sorted(files | {prefix for prefix in pairs if idx_path(prefix).is_file()})
 
 
@@ -263,7 +263,7 @@ def _open_tokens(path: str, npy_dtype: NpyType) -> tuple[NpyFile, Manifest | Non
 def _bytes_per_token(
     perplexity_set: PerplexitySet, manifests: Sequence[Manifest | None], tokenizer: Tokenizer | None
 ) -> float | None:
-    """Return bytes of text per token, of all tokens by the manifests, or else of the scored tokens by decoding them."""
+    """Return the bytes of text per token: of all tokens, by the manifests; or, by decoding, of the scored tokens."""
     chunks = perplexity_set.chunks()  # raises InputError if nothing can be scored
     with_bytes = [manifest for manifest in manifests if manifest and manifest.text_bytes]  # 0 if there was no text
     if len(with_bytes) == len(manifests):
@@ -274,6 +274,6 @@ def _bytes_per_token(
     for first in range(0, len(chunks), CHUNKS_AT_ONCE):
         for ids in map_in_threads(perplexity_set.read, chunks[first : first + CHUNKS_AT_ONCE]):
             has_text = (ids < tokenizer.vocab_size) & (ids != tokenizer.eod_id)
-            text = tokenizer.decode(ids[1:][has_text[1:]].tolist())
+            text = tokenizer.decode(ids[1:][has_text[1:]].tolist())  # a chunk's first token is not scored
             text_bytes += len(text.encode(errors="replace"))
     return text_bytes / (len(chunks) * (perplexity_set.chunk_tokens - 1)) or None  # None: there is no text

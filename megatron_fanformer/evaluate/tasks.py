@@ -141,12 +141,12 @@ TASKS: Mapping[str, Task] = {
 
 
 def _suggestion(name: str) -> str:
-    if is_own(name):
+    if is_question_file(name):
         return f"prepare a file of questions with `evaluate --prepare`, and name its task here as {OWN}NAME"
     return did_you_mean(name, [*GROUPS, *TASKS], f"the groups are {', '.join(GROUPS)}")
 
 
-def is_own(name: str) -> bool:
+def is_question_file(name: str) -> bool:
     """Return whether a name of `--tasks` is a file of the user's own questions."""
     return name.endswith(".jsonl")
 
@@ -162,4 +162,4 @@ def resolve(names: Sequence[str]) -> list[Task]:
     if unknown := [name for name in names if name not in GROUPS and name not in TASKS and not name.startswith(OWN)]:
         raise InputError("\n".join(f"unknown task {name:.80}; {_suggestion(name)}" for name in unknown))
     expanded = (task for name in names for task in (_expand(GROUPS[name]) if name in GROUPS else [name]))
-    return [TASKS.get(name) or Task(name=name, metric="acc") for name in dict.fromkeys(expanded)]
+    return [TASKS.get(name) or Task(name=name, metric="acc") for name in dict.fromkeys(expanded)]  # own tasks have acc
