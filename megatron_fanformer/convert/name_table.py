@@ -115,7 +115,7 @@ LAYER_TRANSFORMS = {transform.name: transform for transform in _IN_LAYERS}
 class Naming:
     """The names of a row's tensors in one format; `{layer}` stands for the layer's number, from 0.
 
-    A format that has no such tensor has no names for it; models that have it are not converted to that format.
+    A format that lacks the tensor has no names for it; a model with the tensor is not converted to that format.
     """
 
     names: tuple[str, ...]

@@ -60,7 +60,7 @@ def verify(source: Checkpoint, destination: Checkpoint, dtype: torch.dtype | Non
         logits = _logits(destination, None, grid, ids_bs)
     except (FanformerError, RuntimeError, IndexError) as error:
         return {"problem": " ".join(str(error).split()) or type(error).__name__}
-    columns = min(source_logits.shape[-1], logits.shape[-1])
+    columns = min(source_logits.shape[-1], logits.shape[-1])  # without vocabulary padding that only one of them has
     difference = (source_logits[..., :columns] - logits[..., :columns]).abs().max().item()
     allowed = LOGITS_TOLERANCE * source_logits[..., :columns].abs().max().item()
     is_close = difference <= allowed  # False for NaN

@@ -156,7 +156,7 @@ def evaluate_jobs(request: EvaluationRequest, jobs: Jobs, grid: RankGrid, *, log
         CorruptError: a checkpoint's weights or token files are damaged.
         DivergenceError: a model's numbers are not finite.
     """
-    options, config = request.options, request.evaluation.perplexity
+    options, set_config = request.options, request.evaluation.perplexity
     batch_tokens = options.batch_tokens
     versions = {name: version(name) for name in ("torch", "megatron-core", "numpy")}
     seed_everything(0)  # megatron-core cannot build layers on a GPU before its random states are seeded
@@ -194,8 +194,8 @@ def evaluate_jobs(request: EvaluationRequest, jobs: Jobs, grid: RankGrid, *, log
             versions={"megatron_fanformer": __version__, **versions},
             tokenizer=job.tokenizer_sha256,
             settings=Settings(
-                chunk_tokens=config.chunk_tokens or source.config.seq_length,
-                limit_tokens=config.limit_tokens,
+                chunk_tokens=set_config.chunk_tokens or source.config.seq_length,
+                limit_tokens=set_config.limit_tokens,
                 batch_tokens=batch_tokens,
                 dtype=str(dtype).removeprefix("torch."),
                 max_new_tokens=options.max_new_tokens,

@@ -46,7 +46,7 @@ def row_losses(
     """Return the losses of the next micro batches, summed by row over the loss mask; a collective call of one replica.
 
     Args:
-        stages: the chunks of this rank's stage, in megatron-core's data parallelism or not; in the mode of `evaluating`.
+        stages: the chunks of this rank's stage, in megatron-core's data parallelism or without; `evaluating` is on.
         batches: this replica's micro batches, [b, s] each of `data.batches.BATCH_FIELDS`, on the CPU, where s is a
             multiple of `length_multiple`.
         num_micro_batches: a multiple of `micro_batch_multiple`.
