@@ -101,7 +101,7 @@ def find_jobs(request: EvaluationRequest) -> Jobs:
                 problems += generation_tasks.text_problems(list(texts), options, config.seq_length)
                 if evaluation.requests is None:  # otherwise the survey checks the tokenizer
                     collect_problems(problems, partial(file.refuse_other_tokenizer, tokenizer_file(tokenizer)))
-            survey = partial(
+            find_survey = partial(
                 survey_evaluation,
                 evaluation,
                 seq_length=config.seq_length,
@@ -110,7 +110,7 @@ def find_jobs(request: EvaluationRequest) -> Jobs:
                 requests=file,
                 end_of_text_id=source.end_of_text_id,
             )
-            surveys[key] = collect_problems(problems, survey)
+            surveys[key] = collect_problems(problems, find_survey)
         job.survey = surveys[key] or job.survey  # None: it has problems, which are raised below
     if problems:
         raise InputError("\n".join(dict.fromkeys(problems)))  # checkpoints of a run have the same problems

@@ -199,7 +199,7 @@ def _request_texts(task: Task) -> Iterator[_Request]:
     library = load_library()
     tokenizer = _numbering_tokenizer(library)
     library_task = library.build_task(task.name, tokenizer)
-    texts = list(tokenizer.texts)
+    texts = list(tokenizer.texts)  # by number: building the task has encoded all its texts
     is_olmes = isinstance(library_task, library.tasks.OEEvalTask)
     olmes_neutral = {
         (request["doc_id"] - UNCONDITIONAL, request["idx"]): request["request"]["context"]

@@ -29,7 +29,7 @@ MICRO_BATCHES_PER_STAGE = 4  # in one pass of a pipeline: with them, two stages 
 # few, since attention on a GPU is planned anew for every shape.
 LENGTHS_PER_OCTAVE = 8
 TRIM_INTERVAL = 8  # batches, after which the freed memory of tensors of other lengths is returned
-EMPTY = -1  # in place of a row's number
+EMPTY = -1  # stands for the number of a row that a batch lacks
 
 ReadRow = Callable[[int], np.ndarray]
 

@@ -251,7 +251,7 @@ def _open_tokens(path: str, npy_dtype: NpyType) -> tuple[NpyFile, Manifest | Non
     else:
         index = read_index(path, cache=cache_of(path))
         name = f"{path}.bin" if is_url(path) else str(bin_path(path))
-        file = NpyFile(name, index.dtype, index.tokens, None, index.remote)
+        file = NpyFile(name, index.dtype, index.tokens, max_token_id=None, remote=index.remote)
     prefix, suffix = (npy_prefix(path), NPY_SUFFIX) if is_npy else (path, BIN_SUFFIX)
     stated = manifest_for_file(prefix, suffix, file.tokens * file.dtype.itemsize)
     if stated is None:
