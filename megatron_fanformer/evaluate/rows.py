@@ -71,12 +71,12 @@ def row_losses(
 
 
 def micro_batch_multiple(stages: list[Any], grid: RankGrid) -> int:
-    """Return what the number of micro batches must be a multiple of: the interleaved schedule takes one per stage."""
-    return grid.groups.pp.size() if len(stages) > 1 else 1
+    """Return what the number of micro batches must be a multiple of: interleaved, one per stage is taken at a time."""
+    return grid.groups.pp.size() if len(stages) > 1 else 1  # several chunks of a stage: interleaved
 
 
 def length_multiple(stages: list[Any], grid: RankGrid) -> int:
-    """Return what a row's length must be a multiple of: ranks get equal parts of it, in FP8 of an aligned size."""
+    """Return what a row's length must be a multiple of: ranks get equal parts of it; with FP8, of an aligned size."""
     config, context = stages[0].config, grid.context_parallel_size
     multiple = context * (grid.groups.tp.size() if config.sequence_parallel else 1)  # the number of parts
     if config.fp8:

@@ -196,7 +196,7 @@ def _predictions(requests: TaskRequests, scores: np.ndarray) -> np.ndarray:
 
 
 def _with_ones(values: np.ndarray) -> np.ndarray:
-    return np.stack([values.astype(np.float64), np.ones(len(values))], axis=1)
+    return np.stack([values.astype(np.float64), np.ones(len(values))], axis=1)  # numerators, denominators
 
 
 def choice_result(task: TaskRequests, scores: TaskScores) -> TaskResult:
