@@ -25,7 +25,7 @@ from megatron_fanformer.runtime.parallel import RankGrid, cpu_kernels_of, rank_g
 from megatron_fanformer.runtime.seeding import generator_for, initialize_by_name, seed_everything
 from megatron_fanformer.train.optimizer import OptimizerConfig, build_optimizer
 from megatron_fanformer.train.schedule import ScheduleConfig, build_scheduler
-from megatron_fanformer.train.step import attempt_step, train_step, update_weights, weights_in_step, wrap_stages
+from megatron_fanformer.train.step import attempt_step, gathered_weights, train_step, update_weights, wrap_stages
 
 SEED = 1234
 DOCUMENT_TOKENS = 8
@@ -113,7 +113,7 @@ def run_trial(trial: TrialConfig, layout: ParallelConfig, number: int = 0) -> Tr
         update_weights(optimizer, first.grad_norm)
         for _ in range(trial.steps - 1):
             losses.append(train_step(wrapped, optimizer, batches, grid, num_micro_batches).loss)
-        with weights_in_step(wrapped):
+        with gathered_weights(wrapped):
             weights = weight_parts(stages, grid, order)
     outputs = [restored_output(part, order) for part in recorder.parts]
     return Trace(losses=losses, outputs=outputs, gradients=gradients, initial=initial, weights=weights)

@@ -181,8 +181,11 @@ class Stragglers(Callback):
                 "stage; see whether its node is healthy (examples/check_nodes.py)",
                 *(step, slowest, times[slowest], factors[slowest]),
             )
-        median = statistics.median(times)
-        return {"work_seconds/median": median, "work_seconds/slowest": times[slowest], "slowest_rank": slowest}
+        return {
+            "work_seconds/median": statistics.median(times),
+            "work_seconds/slowest": times[slowest],
+            "slowest_rank": slowest,
+        }
 
 
 class SourceCounter(Callback):
@@ -193,7 +196,7 @@ class SourceCounter(Callback):
     Args:
         skipped_steps: the steps so far that were skipped; the caller may add more later.
         step: the last step that the run has taken.
-        totals: the result of `totals_after` for that step; None: unknown, so counting restarts from 0.
+        totals: the result of `totals_after` for that step; None: unknown, so all steps from 1 are counted.
     """
 
     def __init__(
@@ -218,7 +221,7 @@ class SourceCounter(Callback):
             epoch_samples |= dict(zip(mix.blend.sources, in_mix, strict=True))
         self._names = [redacted(source.name) for source in epoch_samples]
         numbers = {name: number for number, name in enumerate(self._names)}
-        # Without stages, the dataset counts a source that the blend names twice as two sources: map both to one name.
+        # Without stages, a source that the blend names twice is two sources of the dataset, which have one name here.
         dataset_sources = epoch_samples if config.data.stages else data.train.sources
         self._name_numbers = [numbers[redacted(source.name)] for source in dataset_sources]
         self._labels = source_labels(list(epoch_samples))
@@ -226,7 +229,7 @@ class SourceCounter(Callback):
         self._step, known = (0, {}) if totals is None else (step, totals)
         tokens = [known.get(name, {}).get("tokens", 0) for name in self._names]
         self._samples = np.array(tokens, np.int64) // config.model.seq_length
-        self._former = {name: dict(counted) for name, counted in known.items() if name not in numbers}  # as they were
+        self._former = {name: dict(total) for name, total in known.items() if name not in numbers}  # no longer named
 
     def begin_step(self, step: int) -> None:
         """Log the name of the stage that begins with this step, if one does."""

@@ -95,16 +95,9 @@ class TrainingConfig:
     def problems(self) -> list[str]:
         """Return the rules of single fields that this configuration breaks, one line each."""
         broken = partial(broken_fields, "training", self)
-        counts = (
-            "train_iters",
-            "global_batch_size",
-            "micro_batch_size",
-            "eval_interval",
-            "eval_iters",
-            "exit_interval",
-        )
+        names = ("train_iters", "global_batch_size", "micro_batch_size", "eval_interval", "eval_iters", "exit_interval")
         lines = [
-            *broken("be at least 1", lambda value: value < 1, *counts),
+            *broken("be at least 1", lambda value: value < 1, *names),
             *broken("be above 0", lambda value: value <= 0, "epochs"),
             *broken("be above 0, or null", lambda value: not value > 0, "exit_duration_in_mins"),
             *broken("not be negative", lambda value: value < 0, "seed", "z_loss_coefficient"),
@@ -346,6 +339,7 @@ def _expand_preset(values: dict[str, Any]) -> dict[str, Any]:
     stated = {key: value for key, value in model.items() if key != "preset"}
     if name == FROM_CHECKPOINT:
         checkpoint, preset = _checkpoint_and_model(values)
+        # `build` reports keys that no model has.
         if fixed := [key for key in stated if key not in RUN_FIELDS and hasattr(preset, key)]:
             raise InputError(
                 f"model.{fixed[0]} is stated, but {PRESET_KEY} is {FROM_CHECKPOINT}, and {checkpoint} has its own; "

@@ -118,7 +118,7 @@ class Logger(ABC):
 
     @abstractmethod
     def __init__(self, start: Start) -> None:
-        """Open the log and remove its records of steps after `start.step`; else `write` must ignore those steps."""
+        """Open the log and remove its records of steps after `start.step`, or let `write` ignore those steps."""
 
     @abstractmethod
     def write(self, step: int, metrics: dict[str, Any]) -> None:
@@ -304,7 +304,7 @@ class Loggers:
         self._failed: set[str] = set()
 
     def open(self, *, step: int) -> None:
-        """Close all loggers, write the configuration to the run's folder, and open the loggers after a step.
+        """Close all loggers, write the configuration to the run's folder, and open loggers that go on after `step`.
 
         Raises:
             InputError: the run's folder cannot be written.
@@ -322,8 +322,10 @@ class Loggers:
                     with self._dropping_failed(name):
                         self._open[name] = logger_class(start)
         except OSError as error:
-            reason = f"cannot be written ({error.strerror or error}); free space, or name another"
-            raise InputError(f"training.run_dir {start.run} {reason}") from error
+            raise InputError(
+                f"training.run_dir {start.run} cannot be written ({error.strerror or error}); "
+                "free space, or name another"
+            ) from error
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
         """Record a step's metrics in every open logger."""

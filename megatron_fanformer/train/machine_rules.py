@@ -57,7 +57,7 @@ def kernel_problems(kernels: KernelsConfig) -> Iterator[str]:
 def layer_problems(
     model: FANformerConfig, parallel: ParallelConfig, kernels: KernelsConfig, *, uses_engine: bool, in_fp32: bool
 ) -> Iterator[str]:
-    """Yield a line for each setting that Transformer Engine's layers, or else the local layers, cannot compute."""
+    """Yield a line for each setting that the layers in use, Transformer Engine's or local ones, cannot compute."""
     if kernels.fused_single_qkv_rope and (reason := _rope_problem(model, parallel, uses_engine=uses_engine)):
         yield f"kernels.fused_single_qkv_rope is true, but {reason}; set it to false"
     if not uses_engine:

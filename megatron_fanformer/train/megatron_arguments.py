@@ -211,7 +211,7 @@ def _convert_value(name: str, field: str, arguments: Arguments) -> Any:
 def _parse_words(field: str, words: list[str]) -> Any:
     """Return words in the first form that the field allows: a number, a text, numbers, texts; True without words.
 
-    If the field allows no form, return the first one (without words, no number), which the error then shows.
+    If the field allows no form, return the first one (without words, an empty list), which the error then shows.
     """
     numbers = [_parse_number(word) for word in words]
     single_values = [*numbers, *words] if len(words) == 1 else []
@@ -236,7 +236,7 @@ def _value_problems(name: str, value: Any) -> list[str]:
 
 
 def _convert_model(arguments: Arguments) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Return the model's fields, the differences from Megatron-LM's model, and the problems of values left out."""
+    """Return the model's fields, the differences from Megatron-LM's model, and the problems of fields left out."""
     settings = dict(MODEL_DEFAULTS)
     for name, words in arguments.items():
         values = [_parse_number(word) for word in words]

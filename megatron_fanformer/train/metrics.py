@@ -111,7 +111,7 @@ def loss_picture(metrics: Sequence[dict[str, Any]], *, title: str, entropy: floa
 
     Args:
         metrics: the objects of metrics.jsonl.
-        entropy: entropy of the tokens, in nats: a line below which a model needs context.
+        entropy: entropy of the tokens, in nats, drawn as a line; to get below it, a model needs context.
     """
     import numpy as np
 

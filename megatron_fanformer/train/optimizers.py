@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and a configuration is check
 StateDtype = Literal["fp32", "bf16"]
 STATE_ELEMENT_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2}
 LARGEST_BF16_DECAY = 1 - 2**-8
-"""The largest decay for states in bf16, whose numbers are up to 2^-7 apart: a larger one leaves some unchanged."""
+"""The largest decay for states in bf16, whose numbers are up to 2^-7 apart: a larger one leaves some as they are."""
 
 Group = Mapping[str, Any]
 """A parameter group, or the entries that `group_entries` returns for one."""
@@ -140,9 +140,8 @@ class Muon(AdamW):
         return self.exp_avg_dtype if name == "momentum_buffer" else super().state_dtype(name)
 
     def takes_whole(self, name: str, dimensions: int) -> bool:
-        """Return whether the weight is a matrix of a layer."""
-        in_layer = name.startswith(("self_attention.", "mlp.")) or ".layers." in name
-        return dimensions == 2 and in_layer
+        """Return whether the weight is a matrix of a layer; in `plan`, names begin within the layer."""
+        return dimensions == 2 and (name.startswith(("self_attention.", "mlp.")) or ".layers." in name)
 
 
 OPTIMIZERS: dict[str, AdamW] = {"adamw": AdamW(), "muon": Muon()}

@@ -51,7 +51,7 @@ class PhaseHealth(Callback):
 
     @contextmanager
     def around_attempt(self, step: int) -> Iterator[None]:
-        """Measure phases while a step is computed, if it is due."""
+        """Measure phases while a step is computed, if a measurement is due."""
         if not is_due(step, self._interval):
             yield
             return
@@ -67,12 +67,12 @@ class PhaseHealth(Callback):
             return {}
         sums, largest = self._reduce_over_ranks()
         self._layer_phases = []
-        cos, sin, weight_squares, phases, phase_squares = sums.split([self._units, self._units, 2, 1, 1], dim=1)
-        tokens = phases / self._units
+        cos, sin, weight_squares, num_phases, phase_squares = sums.split([self._units, self._units, 2, 1, 1], dim=1)
+        tokens = num_phases / self._units
         # Each point (cos p, sin p) has length 1, so its mean square distance from the mean is 1 - |mean|².
         spread = (1 - (cos / tokens).square() - (sin / tokens).square()).clamp_(min=0).sqrt_()
         metrics = {
-            "health/phase_rms": (phase_squares / phases)[:, 0].sqrt(),
+            "health/phase_rms": (phase_squares / num_phases)[:, 0].sqrt(),
             "health/phase_max": largest.amax(1),
             "health/dead_units": (spread < DEAD_SPREAD).double().mean(1),
             "health/coarse_units": (largest >= COARSE_PHASE).double().mean(1),

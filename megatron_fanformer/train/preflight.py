@@ -108,7 +108,7 @@ def find_start(
         if candidates:
             problems += _resume_problems(candidates[0], config, length_field)
         elif loaded is not None:
-            # If the checkpoint has scaled positions and the run has not, the user has probably forgotten them.
+            # A run may replace the checkpoint's rope_scaling, but one without scaling has probably forgotten it.
             may_differ = RUN_FIELDS if config.model.rope_scaling.is_scaled else ("seq_length",)
             problems += _model_problems(loaded, config, may_differ=may_differ)
     if problems or checkpoints is None or evaluation is None:
@@ -143,8 +143,8 @@ def _check_config(
 ) -> tuple[RunConfig, EvaluationSurvey | None]:
     """Append the problems of a configuration to `problems`.
 
-    Return the configuration with the number of steps filled in, and its tasks and perplexity sets; None if they, or the
-    sections that they depend on, have problems.
+    Return the configuration with the number of steps filled in, and the survey of its tasks and perplexity sets. The
+    survey is None if the tasks and sets, or the sections that they depend on, have problems.
     """
     replicas = None
     if not config.parallel.problems():
@@ -256,12 +256,12 @@ def _data_identity(config: RunConfig, data: CheckedData, candidates: Sequence[Pa
     from megatron_fanformer.checkpoint.stored_files import read_table, saved_progress  # imports torch
 
     train_samples = dataset_sizes(config)["train_samples"]
-    # Whether the order of samples depends on their number: with conversations or several mixes it does not.
-    needs_number = not (config.data.is_chats or config.data.stages) and SampleCounts(
+    # The order of conversations or of several mixes never depends on the number of samples.
+    depends_on_number = not (config.data.is_chats or config.data.stages) and SampleCounts(
         data, config.model.seq_length
     ).repeats_pairs(config.data, train_samples=train_samples)
     mixes = run_mixes(config, data)
-    present = fingerprint_data(config.data, data, samples=train_samples if needs_number else None, mixes=mixes)
+    present = fingerprint_data(config.data, data, samples=train_samples if depends_on_number else None, mixes=mixes)
     manifests = [read_manifest(prefix) for mix in mixes for source in mix.blend.sources for prefix in source.prefixes]
     digests = [manifest.tokenizer.sha256 for manifest in manifests if manifest]
     if present.tokenizer and (other := describe_other_tokenizer(digests, present.tokenizer, "data.tokenizer")):
@@ -343,7 +343,7 @@ def _tokenizer_problems(config: RunConfig) -> list[str]:
 
 
 def _resume_problems(checkpoint: Path, config: RunConfig, length_field: str) -> list[str]:
-    """Return the reasons why a run cannot resume: the model and `FIXED_FIELDS` must not change, nor the step decrease.
+    """Return the reasons why a run cannot resume: the model or `FIXED_FIELDS` changed, or its step is past the end.
 
     Args:
         length_field: the field of `training` that states the run's length.

@@ -62,18 +62,20 @@ class ScheduleConfig:
         """Return the broken rules that involve the peak rate or the number of steps (None: unknown yet)."""
         problems = []
         end = self.lr_decay_iters or train_iters  # of the decay
-        if end is not None and (warmup := self.warmup_steps(end)) >= end:
-            stated = f"iters {warmup}" if self.lr_warmup_fraction is None else f"fraction {self.lr_warmup_fraction}"
-            problems.append(
-                f"schedule.lr_warmup_{stated} is not below the end of the decay, step {end}; "
-                "shorten the warm-up or raise training.train_iters"
-            )
-        elif end is not None and self.lr_decay_style == "WSD" and warmup + (steps := self.wsd_steps(end)) > end:
-            wsd = self.lr_wsd_decay_iters or f"null, here {steps}"
-            problems.append(  # the rate would jump at the end of the warm-up
-                f"schedule.lr_wsd_decay_iters is {wsd}, and with a warm-up of {warmup} does not fit into the {end} "
-                "steps to the decay's end; shorten one of them or raise training.train_iters"
-            )
+        if end is not None:
+            warmup, wsd_steps = self.warmup_steps(end), self.wsd_steps(end)
+            if warmup >= end:
+                stated = f"iters {warmup}" if self.lr_warmup_fraction is None else f"fraction {self.lr_warmup_fraction}"
+                problems.append(
+                    f"schedule.lr_warmup_{stated} is not below the end of the decay, step {end}; "
+                    "shorten the warm-up or raise training.train_iters"
+                )
+            elif self.lr_decay_style == "WSD" and warmup + wsd_steps > end:  # the rate would jump after the warm-up
+                wsd = self.lr_wsd_decay_iters or f"null, here {wsd_steps}"
+                problems.append(
+                    f"schedule.lr_wsd_decay_iters is {wsd}, and with a warm-up of {warmup} does not fit into the {end} "
+                    "steps to the decay's end; shorten one of them or raise training.train_iters"
+                )
         if self.min_lr is not None and self.min_lr > lr:
             problems.append(f"schedule.min_lr {self.min_lr} is above optimizer.lr {lr}; lower it")
         return problems

@@ -104,8 +104,8 @@ def drop_gradient_hooks(wrapped: list[DistributedDataParallel]) -> None:
 
 
 @contextmanager
-def weights_in_step(stages: list[DistributedDataParallel]) -> Iterator[None]:
-    """Let the block read up-to-date weights: with `overlap_param_gather`, gather them before the next forward pass."""
+def gathered_weights(stages: list[DistributedDataParallel]) -> Iterator[None]:
+    """Let the block read up-to-date weights, which `overlap_param_gather` gathers only in the next forward pass."""
     overlapping = [stage for stage in stages if stage.ddp_config.overlap_param_gather]
     for stage in overlapping:
         stage.disable_forward_pre_hook(param_sync=True)
@@ -147,7 +147,7 @@ def attempt_step(
 ) -> StepResult:
     """Compute a step without the update; the gradients of the global batch stay in the buffers.
 
-    The host waits for the device to read the gradient norm; with megatron-core 0.16 also for `finalize_model_grads`.
+    To read the gradient norm, the host waits for the device; with megatron-core 0.16 `finalize_model_grads` waits, too.
 
     Args:
         listen: is called after backward and returns this rank's pending requests, which are summed with the loss.
@@ -208,7 +208,7 @@ def update_weights(optimizer: MegatronOptimizer, grad_norm: float) -> None:
 
 
 def _sum_loss(losses_bs: Tensor, loss_mask_bs: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return the sum of the kept losses, their number, and a report with both; called for each micro batch."""
+    """Return the sum of a micro batch's losses [samples, positions] that the mask keeps, their number, and a report."""
     loss = (losses_bs.float() * loss_mask_bs).sum()
     tokens = loss_mask_bs.sum()
     report = torch.stack([loss.detach().double(), tokens.double()])

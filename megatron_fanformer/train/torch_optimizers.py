@@ -1,4 +1,4 @@
-"""The torch optimizers that replace megatron-core's Adam, and that it shards: AdamW and Muon.
+"""The torch optimizers that replace megatron-core's Adam: AdamW and Muon. megatron-core shards their states.
 
 A step is computed in float32. States kept in bf16 are rounded to the nearest number when they are stored.
 
@@ -79,8 +79,8 @@ class Adam(torch.optim.Optimizer):
 
 
 def with_bf16_moments(fused_adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """Return a class of Adam with both moments in bf16: Transformer Engine's; or ours, if the fused one is apex's."""
-    if "exp_avg_dtype" not in inspect.signature(fused_adam).parameters:
+    """Return an Adam with both moments in bf16: `fused_adam` if it is Transformer Engine's, ours if it is apex's."""
+    if "exp_avg_dtype" not in inspect.signature(fused_adam).parameters:  # apex's
         return Adam
 
     class FusedAdamOfBF16Moments(fused_adam):  # type: ignore[valid-type, misc]
@@ -102,7 +102,7 @@ def _update(
         gradients,
         first,
         second,
-        [],
+        [],  # the maxima of the second moment, which only amsgrad has
         [step] * len(weights),
         lr=group["lr"],
         beta1=beta1,
@@ -128,8 +128,8 @@ class Matrix:
     dimension: int
     """Axis along which the shards are joined."""
     rows_of_group: tuple[int, ...]
-    """In QKV, which interleaves query groups: the rows of queries, keys and values in each group. These matrices are
-    orthogonalized separately. Empty for all other matrices."""
+    """In QKV, which interleaves query groups: the rows of queries, keys and values in each group. Queries, keys and
+    values are orthogonalized separately. Empty for all other matrices."""
     ranges: list[tuple[int, int]]
     """For each data parallel rank, the first and the last (exclusive) element of the shard that it holds."""
     main: Tensor | None
@@ -145,7 +145,7 @@ class Matrix:
         return [(groups * rows_of_part, columns) for rows_of_part in self.rows_of_group]
 
     def update(self, whole: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-        """Return the orthogonalized matrix [m, n], times `scale` and the root of its longer side; QKV part by part."""
+        """Return `whole`, [m, n], orthogonalized, times `scale` and the root of its longer side; QKV part by part."""
 
         def orthogonalize_part(part: Tensor) -> Tensor:
             factor = scale * math.sqrt(max(part.shape))
@@ -238,9 +238,9 @@ def exchange_updates(
         return {0: owned.update(gradients[0].view(owned.shard), settings.scale, dtype)}
 
     def num_elements(matrix: Matrix | None, holder: int, *, to_owner: bool) -> int:
-        """Return how many elements of a matrix a rank sends to the owner, or gets back from it."""
+        """Return how many elements of a matrix the rank `holder` sends to the owner, or else gets back from it."""
         is_copy = matrix is not None and matrix.shards == 1 and holder % tensor_size > 0
-        if matrix is None or (to_owner and is_copy):  # of equal parts, only the first tensor parallel rank sends one
+        if matrix is None or (to_owner and is_copy):  # of ranks with equal parts, only the first one sends it
             return 0
         first, last = matrix.ranges[holder // tensor_size]
         return last - first
@@ -262,7 +262,8 @@ def exchange_updates(
         del update
         for holder, result in enumerate(results.split(returned)):
             first, last = owned.ranges[holder // tensor_size]
-            result.copy_(shards[holder % tensor_size if owned.shards > 1 else 0][first:last])
+            shard_number = holder % tensor_size if owned.shards > 1 else 0
+            result.copy_(shards[shard_number][first:last])
         del shards
     own_sizes = [num_elements(matrices.get(owner), rank, to_owner=False) for owner in range(ranks)]
     updates = _all_to_all(results, returned, own_sizes, settings)

@@ -45,8 +45,8 @@ from megatron_fanformer.train.step import (
     StepResult,
     attempt_step,
     drop_gradient_hooks,
+    gathered_weights,
     update_weights,
-    weights_in_step,
     wrap_stages,
 )
 
@@ -78,12 +78,13 @@ class Trainer:
         self._interrupts = Interrupts()  # of all ranks together, as of the current step
         seed_everything(config.training.seed, graphable=config.kernels.cuda_graph_impl != "none")
         self._build()
+        # `_start_or_resume` creates `_bad_steps` later: hence the lambda.
         self._saves = Checkpointer(config, grid, self._listener, note_saved=lambda: self._bad_steps.note_saved())
         self._num_micro_batches = config.num_micro_batches(grid.data_parallel_size)
         self._evaluation = Evaluation(config, start.evaluation, grid, lambda: self._listener.shared(grid).stop)
         self.profiler = Profiler(config.logging, grid, self.run)
         self._step_metrics = StepMetrics(config, grid, self._optimizer)
-        # A CUDA graph calls Python hooks only while it is captured, so phases cannot be measured then.
+        # The replay of a CUDA graph calls no Python hooks, so a run with such graphs cannot measure phases.
         phase_interval = config.logging.phase_interval if config.kernels.cuda_graph_impl == "none" else None
         self._callbacks: list[Callback] = [
             PhaseHealth(self._stages, config.model, grid, interval=phase_interval),
@@ -152,7 +153,7 @@ class Trainer:
             self._logs.write(self.step, metrics)
         stop_reason = self._stop_reason()
         if self._save_if_due(force=stop_reason is not None or self._interrupts.save):
-            stop_reason = stop_reason or self._stop_reason()
+            stop_reason = stop_reason or self._stop_reason()  # a request may have come during the save
         self._saves.publish_if_written(self.step, blocking=stop_reason is not None or self._is_over)
         return stop_reason
 
@@ -199,7 +200,7 @@ class Trainer:
         }
 
     def _compute(self, batches: StepBatches) -> tuple[StepResult, str | None]:
-        """Compute the step, and again if its numbers are bad: a fault of a machine does not occur twice.
+        """Compute the step, and once more if its numbers are bad: if a machine was at fault, they are good then.
 
         The gradients stay in the buffers. Return the last numbers, and the fault in them, if any.
         """
@@ -262,7 +263,7 @@ class Trainer:
         if not self._evaluation.is_due(self.step):
             return {}
         try:
-            with weights_in_step(self._wrapped):
+            with gathered_weights(self._wrapped):
                 metrics = self._evaluation.measure(self.step, self._wrapped, self._data.valid)
         except (DivergenceError, InputError):  # raised on all ranks
             self._saves.publish_if_written(self.step, blocking=True)  # a checkpoint of an earlier step, which is sound
@@ -277,7 +278,7 @@ class Trainer:
         if not (is_due(self.step, interval) or force or self._is_over):
             return False
         on_main(self._start.data.refuse_changed_files)
-        with weights_in_step(self._wrapped):
+        with gathered_weights(self._wrapped):
             self._saves.save(
                 self.step,
                 stages=self._stages,
@@ -367,8 +368,8 @@ class Trainer:
         past_events = list(self._start.events)
         self._events = EventLog(self.run, past_events, is_writer=self.grid.is_main)
         self._bad_steps = BadSteps(self.config.recovery, past_events)
-        self._skipped_steps: set[int] = set()  # without the steps that the run went back over
-        self._saved_source_totals: SourceTotals | None = None
+        self._skipped_steps: set[int] = set()  # up to the current step; going back drops the later ones
+        self._source_totals: SourceTotals | None = None  # of the checkpoint that was loaded
         if self._start.resumed is None:
             self._events.mark_new_run()
         else:
@@ -390,7 +391,7 @@ class Trainer:
                 break
             except CorruptError as error:
                 damaged.append((checkpoint, error))
-                # UnreadableError: the checksums are right, but the library fails, as it would on earlier ones.
+                # UnreadableError: the checksums are right, but the library fails, as it would on earlier checkpoints.
                 if not self.config.recovery.use_earlier_checkpoint or isinstance(error, UnreadableError):
                     raise
         else:
@@ -404,7 +405,7 @@ class Trainer:
     def _load_checkpoint(self, checkpoint: Path) -> None:
         from megatron_fanformer.checkpoint.training_state import load_training_state  # slow to import
 
-        with weights_in_step(self._wrapped):
+        with gathered_weights(self._wrapped):
             progress = load_training_state(
                 checkpoint,
                 stages=self._stages,
@@ -415,19 +416,14 @@ class Trainer:
         self.step, self.consumed_samples = progress["step"], progress["consumed_samples"]
         self._bad_steps.set_medians(progress.get("medians", {}))
         self._skipped_steps = set(progress.get("skipped", ()))
-        self._saved_source_totals = progress.get("sources")
+        self._source_totals = progress.get("sources")
         self._scheduler = self._build_scheduler()
         self._scheduler.step(self.step)
 
     def _load_data(self) -> None:
         self._data = run_datasets(self.config, self._start.data)
         self._source_counter = SourceCounter(
-            self.config,
-            self._start.data,
-            self._data,
-            self._skipped_steps,
-            step=self.step,
-            totals=self._saved_source_totals,
+            self.config, self._start.data, self._data, self._skipped_steps, step=self.step, totals=self._source_totals
         )
         self._batches = read_batches(
             self.config, self.grid, self._data.train, consumed_samples=self.consumed_samples, for_training=True

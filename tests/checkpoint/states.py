@@ -18,7 +18,7 @@ from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid, rank_g
 from megatron_fanformer.runtime.seeding import local_shards, seed_everything
 from megatron_fanformer.train.optimizer import OptimizerConfig, build_optimizer
 from megatron_fanformer.train.schedule import ScheduleConfig, build_scheduler
-from megatron_fanformer.train.step import train_step, weights_in_step, wrap_stages
+from megatron_fanformer.train.step import gathered_weights, train_step, wrap_stages
 from tests.tiny import tiny_model
 
 GLOBAL_BATCH = 4
@@ -105,7 +105,7 @@ class Training:
 
     def save(self, saver: CheckpointSaver) -> Path | None:
         """Save what there is now."""
-        with weights_in_step(self.wrapped):
+        with gathered_weights(self.wrapped):
             return saver.save(
                 step=self.step,
                 stages=self.stages,
@@ -136,7 +136,7 @@ class Training:
 
     def pieces(self) -> Pieces:
         """This rank's pieces of the weights, Adam's moments and the main weights; each by its global name."""
-        with weights_in_step(self.wrapped):
+        with gathered_weights(self.wrapped):
             weights = model_state(self.stages, self.grid)
             moments = stored_state(self.optimizer, weights)["optimizer_tensors"]
         return [

@@ -15,7 +15,7 @@ from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid, rank_g
 from megatron_fanformer.runtime.seeding import local_shards, seed_everything
 from megatron_fanformer.train.optimizer import OptimizerConfig, build_optimizer
 from megatron_fanformer.train.schedule import ScheduleConfig, build_scheduler
-from megatron_fanformer.train.step import train_step, weights_in_step, wrap_stages
+from megatron_fanformer.train.step import gathered_weights, train_step, wrap_stages
 from tests.whole_models import read_reference, reference_to_megatron
 
 REFERENCE = Path(__file__).parents[1] / "reference"
@@ -114,7 +114,7 @@ def train_stream(
         scheduler = build_scheduler(CONSTANT, optimizer, recipe, train_iters=len(stream))
         scheduler.step(1)  # megatron-core sets each group's decay there
         results = [train_step(wrapped, optimizer, stream_batches(batch, grid), grid, 2) for batch in stream]
-        with weights_in_step(wrapped):
+        with gathered_weights(wrapped):
             weights = shards_of(stages, grid)
         return TrainedCase([r.loss for r in results], [r.grad_norm for r in results], weights)
 

@@ -18,7 +18,7 @@ from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.train.callbacks import SourceCounter, Stragglers, peak_flops_per_second
 from megatron_fanformer.train.config import config_from_dict
-from megatron_fanformer.train.step import weights_in_step
+from megatron_fanformer.train.step import gathered_weights
 from tests.small_runs import SEQ_LENGTH, RunOnRanks, small_run, trainer_of
 from tests.train.layouts import gather, shards_of
 
@@ -44,7 +44,7 @@ def take_three_steps(values: dict[str, Any]) -> tuple[dict[str, Any], Any, tuple
         trainer._logs.write = lambda _step, metrics: written.append(metrics)  # type: ignore[method-assign]
         for _ in range(3):
             trainer.take_step()
-        with weights_in_step(trainer._wrapped):
+        with gathered_weights(trainer._wrapped):
             weights = shards_of(trainer._stages, trainer.grid)
     assert [("params_norm" in metrics) for metrics in written] == [False, False, True]
     return written[-1], weights, (before, held_bytes())
