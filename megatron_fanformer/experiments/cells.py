@@ -119,7 +119,7 @@ class SweepConfig:
 
     @property
     def num_cells(self) -> int:
-        """Return the number of runs: a tuned axis has all points with the first seed, the best with each later seed."""
+        """Return the number of runs; with `tune`, all points run with the first seed, the best with `seeds` more."""
         combinations = math.prod(len(points) for points in self.axes.values())
         if not self.tune:
             return combinations * self.seeds
@@ -270,7 +270,7 @@ def _report_problems(sweep: Sweep) -> list[str]:
         return [f"report.metric is {report.metric}, no loss that the runs measure; they have {', '.join(known)}"]
     try:
         for cell in sweep.cells:
-            sweep.size_of(cell)
+            sweep.size_of(cell)  # raises if it is not a number
     except (AttributeError, TypeError, ValueError):
         hint = advice(str(report.over)) or "name one"
         return [f"report.over is {report.over}, neither parameters, tokens nor a field that is a number; {hint}"]

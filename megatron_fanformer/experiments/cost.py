@@ -89,7 +89,7 @@ def _peak_bytes(config: FANformerConfig, length: int) -> int:
 
 
 def _more(costs: dict[str, Cost], name: str, figure: str, twin: str = "") -> float:
-    """Return by how many percent the `figure`, a field of Cost, of a size or its twin is above its Transformer's."""
+    """Return by how many percent a size, or its `twin`, has more of `figure`, a field of Cost, than its Transformer."""
     return 100 * (getattr(costs[name + twin], figure) / getattr(costs[f"{name}-transformer"], figure) - 1)
 
 

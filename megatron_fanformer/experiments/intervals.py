@@ -40,13 +40,9 @@ class Mean(NamedTuple):
 
 @functools.cache
 def t_quantile(freedom: int) -> float:
-    """Return the 97.5% quantile of Student's t: half of a 95% interval, in standard errors.
-
-    Args:
-        freedom: degrees of freedom, at least 1.
-    """
+    """Return half of a 95% interval in standard errors: Student's t at 97.5%, for at least one degree of freedom."""
     low, high = 0.0, 100.0
-    while low < (middle := (low + high) / 2) < high:
+    while low < (middle := (low + high) / 2) < high:  # until no number lies between low and high
         low, high = (middle, high) if _outside(middle, freedom) > 0.05 else (low, middle)
     return middle
 
@@ -81,7 +77,7 @@ def too_little(*, seeds: int, steps: int) -> str:
 def p_value(values: Sequence[float]) -> float:
     """Return the two-sided p value of the hypothesis that the mean is 0, by Student's t; `values` has two or more."""
     error, distance = float(standard_error(values)), abs(float(np.mean(values)))
-    # Without an error, all values are equal: p is 1 if they are 0, and 0 otherwise.
+    # If the standard error is 0, all values are equal: p is 1 if they are 0, and 0 otherwise.
     return _outside(distance / error, len(values) - 1) if error > 0 else float(distance == 0)
 
 
@@ -98,7 +94,7 @@ def _outside(t: float, freedom: int) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return p values adjusted for their number: if no effect exists, 5% of families have an adjusted p below 5%.
+    """Return p values adjusted for their number: without any effect, one of them is below 5% in at most 5% of cases.
 
     Holm, "A simple sequentially rejective multiple test procedure", Scandinavian Journal of Statistics 6, 1979.
     """
@@ -164,14 +160,14 @@ def fit_together(
         curves = np.empty((0, PARAMETERS))
         if freedom >= LEAST_FREEDOM:
             residuals = loss - curve.loss(x)
-            scale = math.sqrt(n / freedom) * t_quantile(freedom) / NORMAL
+            scale = math.sqrt(n / freedom) * t_quantile(freedom) / NORMAL  # explained at the top of this file
             curves = _best_curves(x, curve.loss(x) + scale * (residuals - residuals.mean())[drawn])
         fits.append(Fit(curve, curves))
     return fits
 
 
 def saving(baseline: Fit, other: Fit, largest: float) -> Saving:
-    """Return the share of x = `largest` that `other` needs for the loss that `baseline` has there.
+    """Return at which share of `largest` the curve of `other` has the loss that `baseline`'s has at `largest`.
 
     Args:
         baseline, other: fits of one call of `fit_together`.
@@ -183,7 +179,7 @@ def saving(baseline: Fit, other: Fit, largest: float) -> Saving:
         return Saving(loss, share, None)
     e, a, alpha = baseline.draws.T
     shares = _x_at_losses(other.draws, e + a * largest**-alpha) / largest
-    low, high = np.quantile(shares, (0.025, 0.975), method="nearest").tolist()  # shares may be infinite
+    low, high = np.quantile(shares, (0.025, 0.975), method="nearest").tolist()  # infinite shares have no mean
     return Saving(loss, share, (low, high))
 
 
@@ -208,7 +204,7 @@ def _best_curves(x: np.ndarray, losses: np.ndarray) -> np.ndarray:
 
 
 def _x_at_losses(curves: np.ndarray, losses: np.ndarray) -> np.ndarray:
-    """Return the x at which each of k curves [k, 3] has its loss [k]: infinity if it is always higher, 0 if lower."""
+    """Return the x at which each of k curves [k, 3] has its loss [k]: infinity if a curve lies above, 0 if below."""
     e, a, alpha = curves.T
     above_e = losses - e
     is_reached = (above_e > 0) & (a > 0)

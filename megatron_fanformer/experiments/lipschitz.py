@@ -2,8 +2,8 @@
 
 The models and the order of random numbers are those of the authors' notebook (Calculate_Lipschitz.ipynb): convolutions
 with batch norm, a Transformer with its norm after the sum, and the same with a FAN layer before queries, keys and
-values. The notebook swaps two axes, so that attention runs among the heads of one point. Its epsilon of 1e-7 is near
-float32's rounding: float64 is measured, too.
+values. The notebook swaps two axes, so that attention runs among the heads of one point. The inputs' distance, 1e-7, is
+near float32's rounding: float64 is measured, too.
 
 Shapes: b inputs, s points, h width, n heads, c channels (h), y and x sides of the grid.
 """

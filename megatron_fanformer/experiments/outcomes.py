@@ -27,8 +27,8 @@ MACHINE_FIELDS = {
     "data.cache_path",
     "data.allow_change",  # holds for one start alone: the trainer itself refuses other data
 }
-"""Fields of these sections that decide nothing of it: where a run lies, when it pauses and evaluates (it always does
-after its last step), and how its machine reads and computes. A run fills in the fields left to the machine."""
+"""Fields of these sections that do not decide what a run learns: its folder, when it pauses and evaluates (it always
+evaluates after its last step), and how its machine reads and computes. A run fills in fields left to the machine."""
 CUTTING = ("chunk_tokens", "limit_tokens", "npy_dtype", "folder")
 """Fields of `evaluation.perplexity` that decide which tokens of a set are scored, and their context."""
 
@@ -188,7 +188,7 @@ def in_play(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 
 def unfinished(sweep: Sweep, playing: Sequence[Outcome]) -> list[str]:
-    """Return the problems for which a sweep has no result although no cell is due, one line each."""
+    """Return why a sweep has no result although no cell is due: cells without loss, or else choices without a best."""
     return [
         f"{outcome.cell.name} has no {sweep.metric} at its last step; remove {outcome.cell.run} to train it again"
         for outcome in playing

@@ -41,7 +41,7 @@ PART = 0.2  # of the steps: the first are "early", the last "late"
 NO_CLAIM = "The paper says nothing of these two; its claim is of a Transformer, named first, and a FANformer."
 SEED = "training.seed"
 COMPARED = (*DETERMINING, "kernels", "precision")
-"""Sections in which two sides may differ: the last two decide no loss, up to rounding, but may be compared, too."""
+"""Sections in which the two configurations may differ; the last two change losses by rounding alone."""
 
 
 def report(options: ReportOptions) -> None:
@@ -88,7 +88,7 @@ class Dynamics(NamedTuple):
     """[n]: the steps that all runs have."""
     differences: np.ndarray
     """[seeds, n]: in nats per token."""
-    is_the_papers: bool
+    is_paper_pair: bool
     """True if A is a Transformer and B the paper's FANformer."""
 
 
@@ -96,10 +96,10 @@ def compare_runs(runs: Sequence[Path], output: Path) -> Result:
     """Compare runs, and write result.json, a picture and README.md into a folder.
 
     Args:
-        runs: those that differ in seed alone are one side; the first is of A.
+        runs: those of two configurations, with several seeds each or one; A is the first run's configuration.
 
     Raises:
-        InputError: the runs are not of two sides with seeds in common, or their batches differ in size.
+        InputError: the runs are not of two configurations with seeds in common, or their batches differ in size.
     """
     dynamics = read_dynamics(runs)
     settings = {
@@ -117,13 +117,13 @@ def compare_runs(runs: Sequence[Path], output: Path) -> Result:
 
 
 def read_dynamics(runs: Sequence[Path]) -> Dynamics:
-    """Return the differences of the losses of two sides, seed by seed.
+    """Return B's losses minus A's for each seed of both; A is the first run's configuration, B the other one.
 
     Raises:
         InputError: the runs cannot be compared.
     """
-    sides: list[dict[int, Path]] = []
-    configurations: list[dict[str, Any]] = []
+    configurations: list[dict[str, Any]] = []  # A's and B's, without the seed
+    runs_by_seed: list[dict[int, Path]] = []  # for each configuration
     for run in runs:
         if not (run / run_folder.METRICS).is_file():
             raise InputError(f"{run} is no run's folder: it has no {run_folder.METRICS}; name runs that have begun")
@@ -131,45 +131,46 @@ def read_dynamics(runs: Sequence[Path]) -> Dynamics:
         seed = fields.pop(SEED)
         if fields not in configurations:
             configurations.append(fields)
-            sides.append({})
-        sides[configurations.index(fields)][seed] = run
+            runs_by_seed.append({})
+        runs_by_seed[configurations.index(fields)][seed] = run
     names = sorted({name for fields in configurations for name in fields})
     differing = [name for name in names if len({repr(fields.get(name)) for fields in configurations}) > 1]
-    if len(sides) != 2:
+    if len(configurations) != 2:
         by = f", which differ in {some(differing)}" if differing else ""
-        number = plural(len(sides), "configuration")
+        number = plural(len(configurations), "configuration")
         raise InputError(f"the {len(runs)} runs are of {number}{by}; name runs of two, of any seeds")
-    seeds = sorted(sides[0].keys() & sides[1].keys())
+    seeds = sorted(runs_by_seed[0].keys() & runs_by_seed[1].keys())
     if not seeds:
         raise InputError("the two configurations have no seed in common; name runs of the same seeds")
     # Left out are skipped steps, which have no loss, and losses that are not finite, which are null.
-    runs_entries = [
-        {entry["step"]: entry for entry in read_metrics(side[seed]) if entry.get("loss") is not None}
-        for side in sides
-        for seed in seeds
-    ]
-    steps = sorted(set.intersection(*(set(entries) for entries in runs_entries)))
+    a_logs, b_logs = (
+        [
+            {entry["step"]: entry for entry in read_metrics(by_seed[seed]) if entry.get("loss") is not None}
+            for seed in seeds
+        ]
+        for by_seed in runs_by_seed
+    )
+    steps = sorted(set.intersection(*(set(log) for log in a_logs + b_logs)))
     if not steps:
         raise InputError("the runs have no step in common; name runs that have begun")
-    tokens = {entries[steps[0]]["tokens"] for entries in runs_entries}
+    tokens = {log[steps[0]]["tokens"] for log in a_logs + b_logs}
     if len(tokens) > 1:
         raise InputError(
             f"step {steps[0]} ends after {sorted(tokens)} tokens in these runs; name runs of equal batches"
         )
-    losses = np.array([[entries[step]["loss"] for step in steps] for entries in runs_entries])
-    a, b = losses.reshape(2, len(seeds), len(steps))
+    a, b = (np.array([[log[step]["loss"] for step in steps] for log in logs]) for logs in (a_logs, b_logs))
     return Dynamics(
         names=[", ".join(f"{name} {fields.get(name)}" for name in differing) for fields in configurations],
         seeds=seeds,
         steps=np.array(steps),
         differences=b - a,
-        is_the_papers=[_role_in_claim(fields) for fields in configurations] == ["transformer", "fanformer"],
+        is_paper_pair=[_role_in_claim(fields) for fields in configurations] == ["transformer", "fanformer"],
     )
 
 
 def _role_in_claim(fields: dict[str, Any]) -> str | None:
     """Return which model of the paper's claim has these fields, "transformer" or "fanformer"; None if neither has."""
-    papers = FANConfig()
+    papers = FANConfig()  # the defaults are the paper's
     placement, activation, p_ratio = (
         fields.get(f"model.fan.{name}", getattr(papers, name)) for name in ("placement", "activation", "p_ratio")
     )
@@ -189,20 +190,20 @@ def _findings(dynamics: Dynamics) -> Iterator[Finding]:
         outcome = too_little(seeds=len(dynamics.seeds), steps=len(dynamics.steps))
         shows = None
         if not outcome and interval is not None:
-            if dynamics.is_the_papers:
+            if dynamics.is_paper_pair:
                 shows = interval[0] > 0 if side == "above" else interval[1] < 0
             outcome = f"the 95% interval over {len(dynamics.seeds)} seeds is {interval[0]:+.4f} to {interval[1]:+.4f}"
         yield Finding(
             name=f"training dynamics: B's loss, less A's, {name}",
-            paper=f"{side} 0" if dynamics.is_the_papers else None,
+            paper=f"{side} 0" if dynamics.is_paper_pair else None,
             ours=value,
             interval=interval,
             unit="nats per token",
             shows=shows,
-            exploratory=not dynamics.is_the_papers,
+            exploratory=not dynamics.is_paper_pair,
             sentence=(
                 f"Over the {name} {PART:.0%} of the steps the loss of B ({dynamics.names[1]}) is {value:+.4f} nats per "
-                f"token off that of A ({dynamics.names[0]}); {outcome}. {claim if dynamics.is_the_papers else NO_CLAIM}"
+                f"token off that of A ({dynamics.names[0]}); {outcome}. {claim if dynamics.is_paper_pair else NO_CLAIM}"
             ),
         )
 

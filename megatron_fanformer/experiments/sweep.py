@@ -93,9 +93,9 @@ def _plan_lines(sweep: Sweep) -> Iterator[str]:
     parameters = {tuple(group.points.values()): group.cell.parameters for group in groups}
     rows = []
     for points, cell, _ in groups:
-        baseline = parameters[tuple({**points, compare: config.report.baseline}.values())]
+        baseline_parameters = parameters[tuple({**points, compare: config.report.baseline}.values())]
         flops = training_flops_per_token(cell.config.model) * cell.tokens
-        more = f"{cell.parameters / baseline - 1:+.2%}"
+        more = f"{cell.parameters / baseline_parameters - 1:+.2%}"
         rows.append((*points.values(), f"{cell.parameters:,}", more, f"{cell.tokens:,}", f"{flops:.2e}"))
     columns = (*config.axes, "parameters", f"over {config.report.baseline}'s", "tokens", "FLOPs")
     yield from table(columns, rows, align="l" * len(config.axes) + "rrrr")
@@ -110,7 +110,8 @@ def _status_lines(sweep: Sweep) -> Iterator[str]:
     for choice in choices(sweep, states):
         edge = ", at the edge: a better one may lie beyond" if choice.is_at_the_edge else ""
         wait = "its best point is chosen once its cells above have ended"
-        yield f"{', '.join(choice.points.values())}: {f'{choice.best} is best{edge}' if choice.best else wait}"
+        best = f"{choice.best} is best{edge}" if choice.best else wait
+        yield f"{', '.join(choice.points.values())}: {best}"
 
 
 def run_sweep(sweep: Sweep, log: Callable[[str], None], *, jobs: int = 1, command: Sequence[str] = TRAIN) -> None:
@@ -128,7 +129,7 @@ def run_sweep(sweep: Sweep, log: Callable[[str], None], *, jobs: int = 1, comman
     """
     runs = _Runs(sweep, log, command, jobs)
     with run_lock(sweep.folder), signals_to(runs.received.append):
-        while True:  # the cells for tuning choose the points of the next ones
+        while True:  # first the cells for tuning run, then those at the points that the former have shown to be best
             playing = in_play(sweep, outcomes(sweep))
             cells = [cell for cell in due(playing) if cell.name not in runs.codes]
             if not cells:
@@ -211,11 +212,11 @@ class _Runs:
             )
         self._running.append(_Running(cell, process, time.monotonic(), log_start))
 
-    def _pass_on(self, number: signal.Signals) -> None:
-        is_save = number == SAVE_SIGNAL
-        self._is_stopped |= not is_save
+    def _pass_on(self, received: signal.Signals) -> None:
+        is_save = received == SAVE_SIGNAL
+        self._is_stopped |= not is_save  # every other signal stops the sweep
         for running in self._running:
-            running.process.send_signal(number if is_save else signal.SIGTERM)
+            running.process.send_signal(received if is_save else signal.SIGTERM)
 
     def _end(self, ended: _Running, code: int) -> None:
         cell = ended.cell

@@ -104,14 +104,15 @@ def comparisons(config: SweepConfig, groups: Sequence[Group]) -> list[Comparison
                 p = p_value(values) if len(values) > 1 else None
                 made.append(Comparison(*pair, at, mean_of(values), len(values), pairs, p, is_primary))
     tested = {
-        place: comparison.p
-        for place, comparison in enumerate(made)
+        number: comparison.p
+        for number, comparison in enumerate(made)
         if comparison.is_primary and comparison.p is not None
     }
-    # Primary comparisons that have no p yet count, too, so that a sweep's verdicts do not change as it goes on.
+    # Primary comparisons that have no p yet count, too, so that a sweep's verdicts do not change as it goes on. They
+    # are last, so that zip leaves them out.
     to_come = [1.0] * (_num_primary(config) - len(tested))
-    for place, adjusted in zip(tested, holm([*tested.values(), *to_come]), strict=False):
-        made[place] = made[place]._replace(adjusted=adjusted)
+    for number, adjusted in zip(tested, holm([*tested.values(), *to_come]), strict=False):
+        made[number] = made[number]._replace(adjusted=adjusted)
     return made
 
 
@@ -120,15 +121,15 @@ def _pairs(config: SweepConfig) -> dict[tuple[str, str], bool]:
     report = config.report
     others = [(point, report.baseline) for point in config.axes[report.compare] if point != report.baseline]
     pairs = dict.fromkeys([*report.primary, *others])
-    is_only = len(pairs) == 1 and _num_places(config) == 1
+    is_only = len(pairs) == 1 and _num_combinations(config) == 1
     return {pair: pair in report.primary or is_only for pair in pairs}
 
 
 def _num_primary(config: SweepConfig) -> int:
-    return sum(_pairs(config).values()) * _num_places(config)
+    return sum(_pairs(config).values()) * _num_combinations(config)
 
 
-def _num_places(config: SweepConfig) -> int:
+def _num_combinations(config: SweepConfig) -> int:  # of the points of `report.by`
     return math.prod(len(config.axes[axis]) for axis in config.report.by)
 
 
@@ -145,7 +146,7 @@ def _losses_by_key(config: SweepConfig, groups: Sequence[Group], point: str) -> 
 
 
 def _paired_differences(config: SweepConfig, groups: Sequence[Group], pair: tuple[str, str]) -> tuple[list[float], int]:
-    """Return the mean difference of a pair for each seed that has both, and the number of pairs of runs."""
+    """Return point minus baseline, a mean for each seed that has runs of both, and the number of pairs of runs."""
     of_point, of_baseline = (_losses_by_key(config, groups, point) for point in pair)
     by_seed: dict[Any, list[float]] = {}
     for key in of_point.keys() & of_baseline.keys():
@@ -199,7 +200,7 @@ def findings(config: SweepConfig, compared: Sequence[Comparison], *, steps: int)
 
 
 def _fits(sweep: Sweep, groups: Sequence[Group]) -> dict[str, Fit]:
-    """Fit a power law to each compared point, over the sizes and seeds that all points have; none if sizes are few."""
+    """Fit a power law to each compared point, over sizes and seeds that all points have; no fits below FEWEST_SIZES."""
     config = sweep.config
     points = config.axes[config.report.compare]
     by_point = {point: runs for point in points if (runs := _losses_by_key(config, groups, point))}
@@ -212,7 +213,7 @@ def _fits(sweep: Sweep, groups: Sequence[Group]) -> dict[str, Fit]:
 
 
 def _savings(sweep: Sweep, groups: Sequence[Group], fits: dict[str, Fit], steps: int) -> Iterator[Finding]:
-    """Yield, for each fitted point, the share of the baseline's parameters or tokens that reach the baseline's loss."""
+    """Yield the share of the baseline's parameters (or tokens) with which each other point has the baseline's loss."""
     report = sweep.config.report
     if report.baseline not in fits:
         return

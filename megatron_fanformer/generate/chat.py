@@ -105,7 +105,7 @@ class Chat:
 
     def _logits_after(self, ids: list[int]) -> Tensor:
         """Return the logits [v] of the token after `ids`; the model reads only tokens that are not in the cache."""
-        pairs = zip(self._cached_ids, ids[:-1], strict=False)
+        pairs = zip(self._cached_ids, ids[:-1], strict=False)  # the last is read in any case, for its logits
         num_cached = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         self._decoder.rewind(num_cached)
         self._cached_ids = ids[:num_cached]  # still true if Ctrl-C ends the next line
@@ -153,7 +153,7 @@ def _talk_in_terminal(chat: Chat) -> None:
             if not _handle_line(chat, line):
                 return
         except EOFError:
-            return print()
+            return print()  # ends the line on which Ctrl-D was typed
         except KeyboardInterrupt:
             if is_interrupted:
                 raise

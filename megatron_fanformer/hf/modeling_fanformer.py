@@ -305,7 +305,7 @@ class FANformerPreTrainedModel(PreTrainedModel):
     _can_record_outputs = {"hidden_states": FANformerDecoderLayer, "attentions": FANformerAttention}
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw normal weights of standard deviation 1/sqrt(fan in), cut at 3 of these, as the reference (`mitchell`).
+        """Draw normal weights of standard deviation 1/sqrt(fan in), cut at 3 of them, as in the reference (`mitchell`).
 
         For maps into the residual stream, the standard deviation is 1/sqrt(2 * fan in * (layer + 1)), layers from 0.
         """

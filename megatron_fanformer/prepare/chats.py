@@ -149,7 +149,7 @@ def _parse_message(stated: Any) -> Message:
     if not isinstance(stated, dict):
         raise _Refused(NOT_MESSAGES)
     fields = {name: value for name, value in stated.items() if value is not None}
-    speaker = fields.get("role", fields.pop("from", None))  # `from` and `value` go even if they do not count
+    speaker = fields.get("role", fields.pop("from", None))  # pop: `from` and `value` are not kept
     content = fields.get("content", fields.pop("value", None))
     if not isinstance(speaker, str):
         raise _Refused(NOT_MESSAGES)
@@ -181,7 +181,7 @@ def _join_text(content: Any) -> str:
 
 
 def _parse_tools(stated: Any) -> list[dict[str, Any]] | None:
-    """Return the functions that may be called; data sets in columns state the list as JSON text."""
+    """Return the functions that may be called; a Parquet file may state the list of them as JSON text."""
     if isinstance(stated, str) and stated.strip():
         try:
             stated = msgspec.json.decode(stated)
@@ -196,7 +196,7 @@ def _parse_tools(stated: Any) -> list[dict[str, Any]] | None:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a value from a Parquet file without null fields: objects have a null for each field of another object."""
+    """Return a value from a Parquet file without null fields: an object has a null where only others have a field."""
     if isinstance(value, dict):
         return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
     return list(map(_without_nulls, value)) if isinstance(value, list) else value
@@ -224,7 +224,7 @@ class ChatEncoder:
 
     def encode(self, number: int, block: Block) -> EncodedBlock:
         """Encode the conversations of a file's block; blocks are numbered from 0."""
-        outcomes = parse_block(block, self.parser)  # in place of a conversation that is refused below, its refusal
+        outcomes = parse_block(block, self.parser)  # below, refusals replace the conversations that are refused
         rendered: dict[int, RenderedChat] = {}  # by the number of the line
         for line, chat in enumerate(outcomes):
             if isinstance(chat, Refusal):
@@ -238,7 +238,7 @@ class ChatEncoder:
         pieces_by_line = {line: list(chat_pieces(self._encoder.exact, text)) for line, text in rendered.items()}
         texts = [piece.encode() for pieces in pieces_by_line.values() for piece, _ in pieces if isinstance(piece, str)]
         ids_of_texts = iter(self._encoder.encode_block(number, texts, first_name))
-        no_ids, no_mask = np.empty(0, self._dtype), np.empty(0, np.uint8)  # give the type if there is no piece
+        no_ids, no_mask = np.empty(0, self._dtype), np.empty(0, np.uint8)  # give results a type if all else is empty
         tokens, masks, is_cut, text_bytes = [], [], [], 0
         for line, pieces in pieces_by_line.items():
             parts = [next(ids_of_texts) if isinstance(piece, str) else np.array([piece]) for piece, _ in pieces]

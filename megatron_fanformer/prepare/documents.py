@@ -1,9 +1,9 @@
 """Document files, read once from start to end in blocks, and the documents in them.
 
-A file holds JSON lines, rows of Parquet or one text, plain or compressed. Every line (or row) is either a document, an
-object with a text, an id and a source as in Dolma, or refused with a reason; none is dropped silently. Blocks can be
-parsed independently, by several threads. Memory is bounded by the block size, or by the longest line that is accepted,
-however well the file is compressed.
+A file holds JSON lines, rows of Parquet or one text, plain or compressed. Every line (or row) either is a document (an
+object with a text, an id and a source, as in Dolma), or is refused with a reason; none is dropped silently. Blocks can
+be parsed independently, by several threads. Memory is bounded by the block size, or by the longest line that is
+accepted, however well the file is compressed.
 """
 
 import hashlib
@@ -86,7 +86,7 @@ class DocumentParser:
     """Extract text, id and source from one line or row; build nothing else of the JSON object.
 
     Args:
-        text_field: the field (the column) that holds the text. If it is `id`, documents have no id; likewise `source`.
+        text_field: the field (the column) of the text. If that is `id`, documents have no id; if `source`, no source.
 
     Raises:
         InputError: `text_field` holds a quote, a backslash or a control character.
@@ -96,7 +96,7 @@ class DocumentParser:
         self._text_field = text_field
         self._other_fields = [name for name in ("id", "source") if name != text_field]
         fields: list[Any] = [("text", str), *((name, Scalar, None) for name in self._other_fields)]
-        # If the text is in a field `id`, the attribute `id` that `parse` reads is a constant None; likewise `source`.
+        # `parse` reads the attributes `id` and `source`; if one of them is the field of the text, it is always None.
         constants: dict[str, Any] = {text_field: None} if text_field in ("id", "source") else {}
         try:
             line = msgspec.defstruct("Line", fields, rename={"text": text_field}, namespace=constants)
@@ -148,7 +148,7 @@ class DocumentParser:
             return Refusal(INVALID_UTF8 if text == b"" else TEXT_NOT_A_STRING)  # b"": see `_values`
         if not text:
             return Refusal(EMPTY_TEXT)
-        if len(text) > MAX_LINE_BYTES:
+        if len(text) > MAX_LINE_BYTES:  # of a row; longer lines were skipped before
             return Refusal(TOO_LONG_A_LINE)
         return Document(text, as_text(id), as_text(source))
 
@@ -316,13 +316,13 @@ class DocumentFile:
                 file = parquet.ParquetFile(raw, pre_buffer=False, buffer_size=BLOCK_BYTES)
                 names = self._columns(self.path, file.schema_arrow)
                 for batch in file.iter_batches(_rows_per_block(file.metadata, names), columns=names, use_threads=False):
-                    self.bytes_read = max(self.bytes_read, raw.tell())
+                    self.bytes_read = max(self.bytes_read, raw.tell())  # for the progress alone
                     yield dict(zip(batch.schema.names, batch.columns, strict=True))
             except (pyarrow.ArrowException, OSError) as error:
                 if getattr(error, "errno", None) is not None:  # raised by the system, not by pyarrow
                     raise
                 raise _damaged(self.path, "Parquet", " ".join(str(error).split())) from error
-            # Parquet is not read in order: it is hashed in a separate pass.
+            # Parquet is not read in order, so a second pass over the whole file counts and hashes the bytes.
             self.bytes_read = 0
             raw.seek(0)
             while data := raw.read(BLOCK_BYTES):
@@ -343,7 +343,7 @@ class DocumentFile:
 
 
 def _refuse_array(path: InputFile, start: bytes) -> None:
-    """Raise InputError if a file is one JSON array of objects. If lines follow the array, it is only a refused line."""
+    """Raise InputError if a file is one JSON array of objects. An array with lines after it is only a refused line."""
     first_line, _, other_lines = start.lstrip().partition(b"\n")
     is_line_of_many = first_line.rstrip().endswith(b"]") and other_lines.strip()
     if ARRAY_OF_OBJECTS.match(start) and not is_line_of_many:
@@ -414,7 +414,7 @@ class _ZstdFrames:
 
 
 def _rows_per_block(metadata: Any, names: Sequence[str]) -> int:
-    """Return how many rows fit into a block if all are as long as the mean row of the group with the longest rows."""
+    """Return how many rows fit into a block, by the mean size of a row in the row group where that mean is largest."""
     max_row_bytes = 1.0
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
         group_bytes = sum(

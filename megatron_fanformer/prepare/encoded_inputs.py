@@ -2,7 +2,7 @@
 
 An input file, encoded, is three files: `NNNNNN.tokens`, `NNNNNN.documents` (an Arrow stream with one row per document)
 and, written last, the record `NNNNNN.json`. An interrupted preparation continues with the input files that have a
-record. Conversations have a fourth file, `NNNNNN.mask`, with a byte for each token, and their refused lines have rows.
+record. Conversations have a fourth file, `NNNNNN.mask`, with a byte per token, and a row for each refused line, too.
 
 The work folder also holds the assignment (inputs and settings) and the unfinished output files. One process at a time
 holds the folder's lock. The folder is removed when the preparation is complete.
@@ -121,8 +121,8 @@ class EncodedWriter:
             self._streams["mask"].write(block.mask)
             outcomes = [ledger.CUT if is_cut else ledger.WHOLE for is_cut in block.is_cut]
             rows = [*zip(*columns, block.learned, outcomes, strict=True)]
-            rows += [(number, None, None, 0, 0, reason) for number, reason in block.refusals]
-            columns = [*zip(*sorted(rows, key=itemgetter(0)), strict=True)]
+            rows += [(number, None, None, 0, 0, reason) for number, reason in block.refusals]  # no id, source, tokens
+            columns = [*zip(*sorted(rows, key=itemgetter(0)), strict=True)]  # from rows back to columns
         if columns and len(columns[0]):  # otherwise the block has no row
             numbers, ids, sources, *other_columns = columns
             columns = [ids, sources, np.array(numbers) + (lines_before + 1), *other_columns]
@@ -167,7 +167,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     encoding: Encoding
 
     def difference(self, other: "Assignment") -> str | None:
-        """Name the first difference of `other`, or None. The library that computes the ids does not count as one."""
+        """Name the first difference of two assignments, or return None; the library that computes ids may differ."""
         return difference_of(self, other) or (None if self.inputs == other.inputs else "other inputs")
 
 

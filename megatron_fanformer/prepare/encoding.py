@@ -113,7 +113,7 @@ class IdEncoder:
     """Encodes texts on one thread, by gigatoken if it is trusted with them, otherwise by the exact library.
 
     The exact library takes up to 170 bytes of memory per byte of text. So it is given a long text in pieces, cut before
-    single spaces between words, unless such cuts change the ids of the beginning of the text.
+    single spaces between words, unless such a cut at every word changes the ids of the text's beginning.
     """
 
     def __init__(self, exact: Tokenizer, fast: Gigatoken | None = None, trust: Trust | None = None) -> None:
@@ -211,12 +211,12 @@ def choose_encoder(tokenizer: Tokenizer, backend: Backend, input_bytes: int) -> 
         return choice(exact)
     if backend == "auto" and input_bytes < SMALL_INPUT_BYTES:
         return choice(exact, SMALL_INPUT)
-    trust = compare_gigatoken(tokenizer)
-    if isinstance(trust, Trust):
-        return choice(GIGATOKEN, trust=trust)
+    trust_or_reason = compare_gigatoken(tokenizer)
+    if isinstance(trust_or_reason, Trust):
+        return choice(GIGATOKEN, trust=trust_or_reason)
     if backend == GIGATOKEN:
-        raise InputError(f"gigatoken cannot be used for {tokenizer.path} ({trust}); set backend to auto")
-    return choice(exact, reason=trust)
+        raise InputError(f"gigatoken cannot be used for {tokenizer.path} ({trust_or_reason}); set backend to auto")
+    return choice(exact, reason=trust_or_reason)
 
 
 def compare_gigatoken(exact: Tokenizer) -> Trust | str:
@@ -227,7 +227,7 @@ def compare_gigatoken(exact: Tokenizer) -> Trust | str:
         fast, special_pieces = Gigatoken(exact.path), exact.special_pieces
         encode_fast = _as_encode_all(fast)
         equal_on = {piece: _compare(_texts_around(piece), encode_fast, exact.encode_batch) for piece in special_pieces}
-        doubtful_pieces = [piece for piece in special_pieces if not all(equal_on[piece])]
+        doubtful_pieces = [piece for piece, are_equal in equal_on.items() if not all(are_equal)]
         if len(doubtful_pieces) > MAX_DOUBTFUL_PIECES:
             return f"gigatoken takes {len(doubtful_pieces)} special pieces otherwise, {doubtful_pieces[0]!r} first"
         characters = trusted_characters(encode_fast, exact.encode_batch)
@@ -339,7 +339,7 @@ class BlockEncoder:
         name = f"document {documents[0].id!r}" if documents else ""
         rows = self._encoder.encode_block(number, texts, name)
         lengths = np.array([len(row) + 1 for row in rows], np.int32)
-        tokens = np.full(lengths.sum(dtype=np.int64), self._eod_id, self._dtype)  # one stays after each document
+        tokens = np.full(lengths.sum(dtype=np.int64), self._eod_id, self._dtype)  # an end of text stays after each
         for row, end in zip(rows, np.cumsum(lengths, dtype=np.int64).tolist(), strict=True):
             tokens[end - 1 - len(row) : end - 1] = row
         return encoded_block(outcomes, tokens=tokens, lengths=lengths, text_bytes=sum(map(len, texts)))
@@ -378,7 +378,7 @@ def encode_blocks(encoders: Sequence[Any], blocks: Iterable[Block]) -> Iterator[
 def npy_blocks(path: Path, settings: Settings, tokenizer: TokenizerRecord) -> Iterator[EncodedBlock]:
     """Yield the documents of a headerless token file, in blocks of whole documents; each document counts as a line.
 
-    A document ends after an end-of-text id, the last one at the end of the file.
+    A document ends after an end-of-text id; the file's last document may also end with the file.
 
     Raises:
         CorruptError: the file's size is not a multiple of the token size.
@@ -403,7 +403,7 @@ def npy_blocks(path: Path, settings: Settings, tokenizer: TokenizerRecord) -> It
                 f"{path} holds token id {largest}, outside the tokenizer's vocabulary of {tokenizer.vocab_size};"
                 " name the tokenizer that made the tokens"
             )
-        ends = block_start + 1 + np.flatnonzero(block == tokenizer.eod_id)
+        ends = block_start + 1 + np.flatnonzero(block == tokenizer.eod_id)  # just after each id
         if len(ends) == 0 and block_start - start > MAX_DOCUMENT_TOKENS:
             raise InputError(
                 f"{path} has no end-of-text id {tokenizer.eod_id} in more than {MAX_DOCUMENT_TOKENS} tokens;"

@@ -63,8 +63,8 @@ InputFile = Path | RemoteInput
 def recorded_path(file: InputFile) -> str:
     """Return the path of an input file for manifests and ledgers: the URL, or the absolute path.
 
-    Links are not resolved, since they may lead elsewhere on other machines, except in a path with `..`, which leads to
-    another folder after a link than the path shows.
+    Links are not resolved, since they may lead elsewhere on other machines. They are only in a path with `..`:
+    after a link, `..` is the parent of the folder that the link leads to.
     """
     if isinstance(file, RemoteInput):
         return str(file)
@@ -132,7 +132,7 @@ def _expand_url(url: str, suffixes: tuple[str, ...]) -> list[RemoteInput]:
         raise InputError(problem)
     if url.endswith("/"):
         urls = [file_url for file_url in list_files(f"{url}**", suffixes) if not file_url.endswith(NOT_SEARCHED_FOR)]
-    elif glob.has_magic(url) and look_up([url])[0] is None:  # a file of that very name would not be a pattern
+    elif glob.has_magic(url) and look_up([url])[0] is None:  # a pattern, not the name of a file
         urls = list_files(url, suffixes)
     else:
         urls = [url] if url.endswith(suffixes) else []

@@ -17,7 +17,7 @@ import numpy as np
 from megatron_fanformer.data.chats import IDS_NPY, MASK_NPY, MASK_SUFFIX
 from megatron_fanformer.data.ledger import CUT, LEDGER_SUFFIX, LedgerWriter
 from megatron_fanformer.data.manifest import MANIFEST_SUFFIX, FileRecord, Format, Settings, TokenFiles
-from megatron_fanformer.data.token_files import DTYPES, INDEX_HEADER, INDEX_MAGIC
+from megatron_fanformer.data.token_files import DTYPES, INDEX_HEADER, INDEX_MAGIC, INDEX_VERSION
 from megatron_fanformer.durable_files import NO_SPACE, naming, sha256_of, sync
 from megatron_fanformer.errors import FanformerError, InputError
 from megatron_fanformer.prepare.encoded_inputs import EncodedInput, EncodedRecord, WorkFolder
@@ -114,7 +114,7 @@ class Assembler:
         self._ledger.abandon()
 
     def _partial(self, suffix: str) -> Path:
-        """Return the path of an unfinished output file; a suffix with a slash names no folder there."""
+        """Return the path of an unfinished output file; a slash in a suffix becomes a dot, so no folder is needed."""
         return self._work.path / (self._path.name + suffix.replace("/", "."))
 
 
@@ -159,7 +159,7 @@ def _index(lengths: Path, documents: int, dtype: np.dtype[Any]) -> Iterator[byte
         lengths: a file of the documents' lengths in tokens, int32.
     """
     dtype_code = next(code for code, known in DTYPES.items() if known == dtype)
-    yield INDEX_HEADER.pack(INDEX_MAGIC, 1, dtype_code, documents, documents + 1)
+    yield INDEX_HEADER.pack(INDEX_MAGIC, INDEX_VERSION, dtype_code, documents, documents + 1)
     with lengths.open("rb") as file:
         while data := file.read(4 * INDEX_CHUNK):
             yield data  # the length of each sequence
@@ -196,7 +196,7 @@ def _read(file: IO[bytes], size: int) -> bytes:
 
 
 def check_output(output: str) -> None:
-    """Raise InputError if the output is a URL or a folder: the tokens of `web/` would be beside it, in `web.bin`."""
+    """Raise InputError if the output is a URL or a folder: tokens for `web/` would be beside it, in `web.bin`."""
     if is_url(output):
         raise InputError(
             f"output {output} is on another store; name a path, and copy the files of that prefix, the manifest last"

@@ -54,7 +54,7 @@ PROGRESS_SECONDS = 0.2
 FILES_PER_WORKER = 2
 
 ProgressListener = Callable[[int, float], None]
-"""Called with the number of documents encoded so far, and the share of the input's bytes in them."""
+"""Called with the number of documents encoded so far, and the share of the input's bytes that were read for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +211,7 @@ def _run_pool(
                 error = future.exception()
                 if isinstance(error, BrokenProcessPool):
                     raise error
-                yield in_progress.pop(future), future.result() if error is None else error  # type: ignore[misc]
+                yield in_progress.pop(future), (future.result() if error is None else error)  # type: ignore[misc]
         return []
     except BrokenProcessPool:
         return list(in_progress.values())
@@ -264,7 +264,7 @@ def merge(job: Job, count: int) -> Manifest:
     """
     with writing_to(job.output), ExitStack() as locked:
         work = locked.enter_context(work_folder(job.output))
-        shards = [Shard(number, count) for number in range(min(count, len(job.files)))]
+        shards = [Shard(number, count) for number in range(min(count, len(job.files)))]  # later ones have no file
         folders = [locked.enter_context(work_folder(shard_prefix(job.output, shard))) for shard in shards]
         assignments = {folder.path: folder.read_assignment() for folder in folders}
         for path, assignment in assignments.items():
@@ -291,7 +291,7 @@ def merge(job: Job, count: int) -> Manifest:
 
 
 def _assign(work: WorkFolder, job: Job) -> None:
-    """Record in a new work folder the job that it belongs to. Raises InputError if it belongs to another one."""
+    """Record the job in its work folder, if that is new. Raises InputError if the folder belongs to another job."""
     begun = work.read_assignment()
     if begun is None:
         refuse_existing_files(job.output)
@@ -306,10 +306,10 @@ def _assign(work: WorkFolder, job: Job) -> None:
 def _encode_inputs(
     job: Job, work: WorkFolder, numbers: Sequence[int], progress: ProgressListener | None
 ) -> Generator[tuple[int, EncodedRecord], None, None]:
-    """Yield the numbers of input files with their records: first files encoded before, then others as they are done.
+    """Yield number and record of each input file: first of those encoded by earlier runs, then of others when done.
 
     A file that fails does not stop the others. At the end, one error names the files that failed, in the order of the
-    inputs; its type is that of the first.
+    inputs; it has the type of the first file's error.
     """
     remaining: list[int] = []
     failures: dict[int, FanformerError] = {}

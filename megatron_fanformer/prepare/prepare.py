@@ -226,7 +226,7 @@ def _chat_settings(config: PrepareConfig, tokenizer: Tokenizer) -> ChatSettings:
 def _find_finished(job: Job) -> Manifest | None:
     """Return the manifest of a finished output of the same preparation, or None if there is no manifest.
 
-    Raises InputError if the output was made otherwise, lacks files, or left out lines that `strict` refuses.
+    Raises InputError if the output has other inputs or settings, lacks files, or left out lines that `strict` refuses.
     """
     prefix, manifest = job.output, read_manifest(job.output)
     if manifest is None:
@@ -275,18 +275,18 @@ def prepare_both(config: PrepareConfig, parts: int) -> None:
     ]
     # An output that exists comes first: if it has other inputs, it is refused before the other output is written.
     both.sort(key=lambda share: read_manifest(share[1]) is None and not folder_path(share[1]).exists())
-    for name, output, share in both:
-        show([f"{name}: {len(share):,} of {plural(len(files), 'file')}, to {output}"])
+    for name, output, part_files in both:
+        show([f"{name}: {len(part_files):,} of {plural(len(files), 'file')}, to {output}"])
         with _progress(name) as listener:
-            report = prepare(replace(config, output=output), listener, files=share)
+            report = prepare(replace(config, output=output), listener, files=part_files)
         show(f"{name}: {line}" for line in report.lines())
 
 
 def last_share(files: Sequence[InputFile], parts: int) -> list[InputFile]:
     """Return the last of `parts` shares of the files; all shares hold about as many bytes of text.
 
-    Files are dealt out from the largest to the smallest, each to the share that has the fewest bytes so far. Among
-    equals, paths and the numbers of shares decide, so the same files always give the same shares.
+    Files are dealt out from the largest to the smallest (equal ones by path), each to the share with the fewest bytes
+    so far (of equal ones, with the fewest files, then the first): the same files always give the same shares.
     """
 
     def text_bytes(file: InputFile) -> float:
@@ -294,7 +294,7 @@ def last_share(files: Sequence[InputFile], parts: int) -> list[InputFile]:
 
     share_bytes, shares = [0.0] * parts, [list[InputFile]() for _ in range(parts)]
     for file in sorted(files, key=lambda file: (-text_bytes(file), recorded_path(file))):
-        smallest = min(range(parts), key=lambda share: (share_bytes[share], len(shares[share]), share))
+        smallest = min(range(parts), key=lambda number: (share_bytes[number], len(shares[number]), number))
         shares[smallest].append(file)
         share_bytes[smallest] += text_bytes(file)
     return shares[-1]

@@ -125,7 +125,7 @@ def test_a_planted_crossing_is_found_where_it_is_and_runs_are_paired_by_seed(tmp
 
 
 @pytest.mark.parametrize(
-    ("fan", "is_the_papers"),
+    ("fan", "is_paper_pair"),
     [
         ({"placement": "qkv", "p_ratio": 0.125, "activation": "none"}, True),
         ({"placement": "qkv", "p_ratio": 0.0}, False),  # its ATL
@@ -134,11 +134,11 @@ def test_a_planted_crossing_is_found_where_it_is_and_runs_are_paired_by_seed(tmp
         ({"placement": "qk_and_v"}, False),
     ],
 )
-def test_the_papers_claim_is_of_its_fanformer_alone(tmp_path: Path, fan: dict[str, Any], is_the_papers: bool) -> None:
+def test_the_papers_claim_is_of_its_fanformer_alone(tmp_path: Path, fan: dict[str, Any], is_paper_pair: bool) -> None:
     a = write_run(tmp_path / "a", placement="none", seed=1, losses=[1.0])
     b = write_run(tmp_path / "b", seed=1, losses=[1.0], **fan)
     one, other = read_dynamics([a, b]), read_dynamics([b, a])
-    assert (one.is_the_papers, other.is_the_papers) == (is_the_papers, False)
+    assert (one.is_paper_pair, other.is_paper_pair) == (is_paper_pair, False)
 
 
 def test_runs_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
