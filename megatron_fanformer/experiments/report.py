@@ -62,12 +62,12 @@ def report(options: ReportOptions) -> None:
         raise InputError(f"--output {page} is no Markdown page; name it NAME.md")
     folders: dict[Path, None] = {}  # in order, each once
     for folder in map(Path, options.paths or ("runs",)):
-        below = [file.parent for depth in range(MOST_DEPTH + 1) for file in sorted(folder.glob("*/" * depth + RESULT))]
-        if not below:
+        found = [file.parent for depth in range(MOST_DEPTH + 1) for file in sorted(folder.glob("*/" * depth + RESULT))]
+        if not found:
             raise InputError(
                 f"{folder} has no {RESULT}, nor have folders in it; name a sweep with a report, or a probe"
             )
-        folders |= dict.fromkeys(below)
+        folders |= dict.fromkeys(found)
     experiments = [(folder, read_result(folder)) for folder in folders]
     page.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(page, as_markdown(experiments, at=page.parent))

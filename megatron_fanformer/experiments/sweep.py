@@ -233,7 +233,7 @@ class _Runs:
 
 
 def _thread_options(cell: Cell, jobs: int) -> list[str]:
-    """Return the options that give each rank of all `jobs` cells an equal share of the cores, unless one is set."""
+    """Return options by which the ranks of `jobs` cells share the cores; none for one cell, or if threads are set."""
     if jobs == 1 or cell.config.runtime.threads_per_rank is not None or device.threads_of_environment() is not None:
         return []
     parallel = cell.config.parallel

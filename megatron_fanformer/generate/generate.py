@@ -72,13 +72,13 @@ class NewText:
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, stop
         self._context = self._with_text(prompt_ids)[-CONTEXT_TOKENS:]
-        self._context_length = len(tokenizer.decode(self._context))
+        self._context_characters = len(tokenizer.decode(self._context))
         self.text = ""
         self.is_stopped = False
 
     def update(self, ids: Sequence[int]) -> None:
         """Set `text` and `is_stopped` from all new tokens so far."""
-        text = self._tokenizer.decode(self._context + self._with_text(ids))[self._context_length :]
+        text = self._tokenizer.decode(self._context + self._with_text(ids))[self._context_characters :]
         stop_places = [place for place in map(text.find, self._stop) if place >= 0]
         self.is_stopped = bool(stop_places)
         self.text = text[: min(stop_places)] if stop_places else text
