@@ -212,7 +212,8 @@ def score(logits: Callable[[Tensor], Tensor], pairs: Pairs, temperature: float) 
 def _trained(runs: Runs) -> Iterator[Finding]:
     """Yield each model's least accuracy on its training pairs: if that is low, the hole shows nothing."""
     for architecture in ARCHITECTURES:
-        least = min(run.trained.greedy for key, by_seed in runs.items() if key[2] == architecture for run in by_seed)
+        architecture_runs = [run for (_, _, name), by_seed in runs.items() if name == architecture for run in by_seed]
+        least = min(run.trained.greedy for run in architecture_runs)
         yield Finding(
             name=f"pairs trained on, least accuracy, {architecture}",
             paper="about 100%",

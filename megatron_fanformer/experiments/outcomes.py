@@ -164,14 +164,14 @@ def choices(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[Choice]:
         if outcome.cell.tunes:
             others = tuple((name, point) for name, point in outcome.cell.points.items() if name != axis)
             tuning.setdefault(others, []).append(outcome)
-    choices = []
+    made = []
     for others, runs in tuning.items():
         losses = {run.cell.points[str(axis)]: run.loss for run in runs}
         have_ended = all(run.loss is not None or run.diverged for run in runs)
         candidates = {point: loss for point, loss in losses.items() if loss is not None}
         best = min(candidates, key=candidates.__getitem__) if have_ended and candidates else None
-        choices.append(Choice(dict(others), losses, best))
-    return choices
+        made.append(Choice(dict(others), losses, best))
+    return made
 
 
 def compared(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[Outcome]:

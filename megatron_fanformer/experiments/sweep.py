@@ -110,8 +110,7 @@ def _status_lines(sweep: Sweep) -> Iterator[str]:
     for choice in choices(sweep, states):
         edge = ", at the edge: a better one may lie beyond" if choice.is_at_the_edge else ""
         wait = "its best point is chosen once its cells above have ended"
-        best = f"{choice.best} is best{edge}" if choice.best else wait
-        yield f"{', '.join(choice.points.values())}: {best}"
+        yield ", ".join(choice.points.values()) + ": " + (f"{choice.best} is best{edge}" if choice.best else wait)
 
 
 def run_sweep(sweep: Sweep, log: Callable[[str], None], *, jobs: int = 1, command: Sequence[str] = TRAIN) -> None:

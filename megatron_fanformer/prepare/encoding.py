@@ -105,7 +105,7 @@ class Trust:
         if text.isascii():
             return True
         data = np.frombuffer(text, np.uint8)
-        beyond_ascii = data[data > ASCII].tobytes().decode().encode("utf-32-le")
+        beyond_ascii = data[data > ASCII].tobytes().decode().encode("utf-32-le")  # cuts no character
         return bool(self.characters[np.frombuffer(beyond_ascii, np.uint32)].all())
 
 
