@@ -169,7 +169,7 @@ def _run_workers(
     `PROGRESS_SECONDS` with the input bytes and documents encoded so far.
     """
     waiting, totals = deque(numbers), CONTEXT.Array("q", 2)
-    threads = math.ceil(job.workers / max(1, min(job.workers, len(waiting))))
+    threads = math.ceil(job.workers / max(1, len(numbers)))  # of each worker: one, if there are files enough
     run_pool = partial(_run_pool, (job, folder, threads, totals), lambda: report(*totals))
     while waiting:
         suspects = yield from run_pool(waiting, min(job.workers, len(waiting)))
