@@ -73,7 +73,7 @@ def read_entry(path: Path, offset: int, length: int) -> Any:
     """Return the tensor or the plain values of the torch archive in a range of bytes; CorruptError if it is damaged."""
     with reporting_damage(path):
         is_whole_file = regular_file(path).stat().st_size == length
-        # `write_full_tensors` makes such files: they are mapped, since copying takes longer than most uses.
+        # `write_full_tensors` makes such files: they are mapped, since copying one takes longer than most uses of it.
         return load_data(path, mapped=True) if is_whole_file else load_data(read_part(path, offset, length))
 
 

@@ -88,7 +88,7 @@ class StoredTensors:
         num_read = 0
         for chunk in stored.chunks:
             if number is not None and not 0 <= number - chunk.offsets[0] < chunk.sizes[0]:
-                continue
+                continue  # the entry is not in this part
             part, offsets = self._part(name, stored, chunk), chunk.offsets
             if number is not None:
                 part, offsets = part[number - offsets[0]], offsets[1:]

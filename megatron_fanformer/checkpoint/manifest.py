@@ -93,7 +93,7 @@ def check_files(checkpoint: Path, manifest: Manifest, *, share: int = 0, shares:
     """Raise CorruptError if a file is missing or differs from the manifest; check each `shares`-th, from `share` on."""
     files = [(checkpoint / name, sums) for name, sums in manifest.files.items()]
     with ThreadPoolExecutor(THREADS) as threads:
-        list(threads.map(lambda file: _check_file(*file), files[share::shares]))
+        list(threads.map(lambda file: _check_file(*file), files[share::shares]))  # the list raises errors
 
 
 def check_small_files(checkpoint: Path) -> None:

@@ -83,7 +83,7 @@ def prepare_save(sharded_state: dict[str, Any], folder: Path, strategy: Any, *, 
 
 
 def save_strategy(group: "dist.ProcessGroup | None") -> Any:
-    """Return a strategy for saves of always the same shards; ranks of `group` divide tensors that all of them hold."""
+    """Return a strategy for saves that all have the same shards; the ranks of `group` divide what all of them hold."""
     strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
     if group is None or group.size() == 1:
         return strategy

@@ -51,7 +51,7 @@ class RemoteRun:
         self._checkpoints = f"{self._root}/{run_folder.CHECKPOINTS}"
 
     def candidates(self) -> list[str]:
-        """Return the names of complete checkpoints, the newest first, without any later than `latest` names."""
+        """Return the names of complete checkpoints, the newest first; none is later than the one in `latest`."""
         try:
             latest = self._files.cat_file(f"{self._checkpoints}/{run_folder.LATEST}").decode().strip()
         except (FileNotFoundError, UnicodeDecodeError):
@@ -61,7 +61,7 @@ class RemoteRun:
 
     def complete(self) -> list[str]:
         """Return the names of all complete checkpoints, which have a manifest; the oldest first."""
-        return [name for name in self._steps() if MANIFEST in names_in(self._files, f"{self._checkpoints}/{name}")]
+        return [name for name in self._step_names() if MANIFEST in names_in(self._files, f"{self._checkpoints}/{name}")]
 
     def manifest_of(self, name: str) -> bytes:
         """Return the content of a checkpoint's manifest, unchecked."""
@@ -83,9 +83,12 @@ class RemoteRun:
         self._files.rm_file(probe)
 
     def copy(self, checkpoint: Path, *, keep: int | None) -> None:
-        """Copy a checkpoint of a run's folder, make `latest` name the copy, and remove all but the `keep` newest."""
+        """Copy a checkpoint of a run's folder, make `latest` name the copy, and remove all but the `keep` newest.
+
+        Later complete ones are neither counted nor removed: they are left from before the run was rewound.
+        """
         content, name = (checkpoint / MANIFEST).read_bytes(), checkpoint.name
-        if name not in self.complete() or self.manifest_of(name) != content:
+        if name not in self.complete() or self.manifest_of(name) != content:  # otherwise it is copied already
             self.make_ready()
             self._remove(name)
             folder, files = f"{self._checkpoints}/{name}", list(manifest_from(content, checkpoint / MANIFEST).files)
@@ -99,8 +102,8 @@ class RemoteRun:
         self._files.pipe_file(f"{self._checkpoints}/{run_folder.LATEST}", f"{name}\n".encode())
         complete = self.complete()
         kept = [other for other in complete if other <= name][-(keep or len(complete)) :]
-        later = [other for other in complete if other > name]  # left from before the run was rewound
-        for other in set(self._steps()).difference(kept, later):
+        later = [other for other in complete if other > name]
+        for other in set(self._step_names()).difference(kept, later):
             self._remove(other)
 
     def fetch(self, names: list[str], folder: Path, report: Callable[[str], None]) -> Path:
@@ -137,7 +140,7 @@ class RemoteRun:
             message = str(error).replace(str(folder), f"{self.url}/{run_folder.CHECKPOINTS}/{name}")
             raise CorruptError(message) from None
 
-    def _steps(self) -> list[str]:
+    def _step_names(self) -> list[str]:
         names = names_in(self._files, self._checkpoints)
         return sorted(name for name in names if run_folder.step_of(Path(name)) is not None)
 
@@ -158,7 +161,7 @@ class Mirror:
         self._lock = threading.Lock()
         self._copying: Path | None = None
         self._waiting: Path | None = None
-        self._offered = self._copied = ""
+        self._offered = self._copied = ""  # the names of the last of each
 
     @property
     def in_use(self) -> tuple[str, ...]:
@@ -180,7 +183,7 @@ class Mirror:
         threading.Thread(target=self._copy_all, args=(self._url,), name="mirror", daemon=True).start()
 
     def finish(self, is_enough: Callable[[], bool], seconds: float = FINISH_SECONDS) -> None:
-        """Wait until all is copied or `is_enough()`, at most `seconds`; warn if the last checkpoint is not copied."""
+        """Wait at most `seconds`, until all is copied or `is_enough()` is true; warn if the last one is not copied."""
         end = time.monotonic() + seconds
         while self._copying is not None and not is_enough() and time.monotonic() < end:
             time.sleep(POLL_SECONDS)
@@ -221,11 +224,11 @@ class Mirror:
 def fetch_newer(url: str, run: Path, *, use_earlier: bool = True) -> None:
     """Fetch the newest sound checkpoint of a mirror into a run's folder, unless the folder has a sound one as new.
 
-    A damaged checkpoint of that step in the folder is set aside. Without `use_earlier`, nothing is fetched that is
-    earlier than a damaged newest one. If the folder has a sound checkpoint, errors of the store are only logged.
+    A damaged checkpoint of that step in the folder is set aside. Without `use_earlier`, no checkpoint is fetched that
+    is earlier than the folder's newest, damaged or not. If the folder has a sound one, errors are only logged.
     """
-    newest, sound = run_folder.newest_steps(run)
-    least_step = sound + 1 if use_earlier or sound == newest else newest  # the last: not below a damaged one
+    newest, sound = run_folder.newest_steps(run)  # steps; -1 if there is none
+    least_step = sound + 1 if use_earlier else max(sound + 1, newest)
 
     def fetch() -> None:
         remote = RemoteRun(url)  # a new connection for each attempt

@@ -138,8 +138,8 @@ def publish_checkpoint(
     write_atomically(checkpoints / LATEST, final.name + "\n")
     if keep is not None:
         # Later checkpoints are left from before the run was rewound: they are neither counted nor removed.
-        earlier = [folder for folder in _steps(checkpoints) if folder.name < final.name]
-        for old in earlier[: max(0, len(earlier) + 1 - keep)]:
+        earlier = [folder for folder in _step_folders(checkpoints) if folder.name < final.name]
+        for old in earlier[: max(0, len(earlier) + 1 - keep)]:  # 1: the new checkpoint counts, too
             if old.name not in in_use:
                 _remove(old)
     return final
@@ -188,13 +188,13 @@ def attached_tokenizer(checkpoint: Path) -> Path | None:
 
 def complete_checkpoints(run: Path) -> list[Path]:
     """Return the complete checkpoints of a run's folder, the oldest first."""
-    return [folder for folder in _steps(run / CHECKPOINTS) if is_checkpoint(folder)]
+    return [folder for folder in _step_folders(run / CHECKPOINTS) if is_checkpoint(folder)]
 
 
 def newest_steps(run: Path) -> tuple[int, int]:
     """Return the steps of the newest checkpoint and of the newest that passes `check_sound`; −1 if there is none."""
-    checkpoints = _steps(run / CHECKPOINTS)[::-1]
-    steps = [step_of(checkpoint) or 0 for checkpoint in checkpoints] or [-1]
+    checkpoints = _step_folders(run / CHECKPOINTS)[::-1]
+    steps = [step_of(checkpoint) or 0 for checkpoint in checkpoints] or [-1]  # the -1 has no checkpoint below
     for checkpoint, step in zip(checkpoints, steps, strict=False):
         with suppress(CorruptError):
             check_sound(checkpoint)
@@ -202,7 +202,7 @@ def newest_steps(run: Path) -> tuple[int, int]:
     return steps[0], -1
 
 
-def _steps(checkpoints: Path) -> list[Path]:
+def _step_folders(checkpoints: Path) -> list[Path]:
     return sorted(path for path in checkpoints.glob("step-*") if step_of(path) is not None and path.is_dir())
 
 
@@ -222,7 +222,7 @@ def checkpoints_to_resume(run: Path) -> list[Path]:
     returned, the newest first. Raises CorruptError if there is a `latest`, but no checkpoint.
     """
     latest = run / CHECKPOINTS / LATEST
-    newest_first = _steps(run / CHECKPOINTS)[::-1]
+    newest_first = _step_folders(run / CHECKPOINTS)[::-1]
     if not newest_first and not os.path.lexists(latest):
         return []
     try:

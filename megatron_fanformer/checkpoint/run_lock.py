@@ -100,7 +100,7 @@ def _take(run: Path, content: bytes) -> None:
             if holder is None:
                 if path.read_bytes() == before:  # otherwise another process has replaced it meanwhile
                     path.unlink()
-            elif holder.place == _place() or first_time not in (None, time_ns):
+            elif holder.place == _place() or first_time not in (None, time_ns):  # the time has changed
                 raise InUseError(
                     f"{run} is in use by a run on {holder.host} (process {holder.pid}) since {holder.since}; wait for "
                     f"its end, stop it, or name another folder ({path} says so)"

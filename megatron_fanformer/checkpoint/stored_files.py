@@ -71,7 +71,7 @@ def _find(module: str, name: str) -> Any:
         return getattr(importlib.import_module(module), name)
     if (module, name) == ("builtins", "getattr"):
         return _member
-    if "." not in name and (module in RECORDS or module == "torch"):
+    if "." not in name and (module in RECORDS or module == "torch"):  # no attributes of classes
         value = getattr(importlib.import_module(module), name, None)
         if isinstance(value, torch.dtype):
             return value
@@ -183,15 +183,15 @@ def check_format(checkpoint: Path) -> None:
 
 
 def check_plain_values(checkpoint: Path, table: Table, *, share: int = 0, shares: int = 1) -> None:
-    """Raise CorruptError if the plain values, or any object in a checkpoint, used here or not, are more than data."""
+    """Raise CorruptError if the plain values or an object in a checkpoint, even an unused one, are more than data."""
     check_format(checkpoint)
     if common_state(table) is None or (checkpoint / COMMON).exists():
         with reporting_damage(checkpoint / COMMON):
-            load_data(regular_file(checkpoint / COMMON))  # only to see that it holds nothing but data
+            load_data(regular_file(checkpoint / COMMON))  # only to find more than data in it
     tensors = tensors_of(table)
     objects = [part for part in stored_parts(table) if part.name not in tensors]
     for part in objects[share::shares]:
-        read_entry(checkpoint / part.file, part.offset, part.length)  # only to see the same
+        read_entry(checkpoint / part.file, part.offset, part.length)  # only to find more than data in it
 
 
 # -- plain values
@@ -211,9 +211,9 @@ class SavedProgress(NamedTuple):
 def saved_progress(checkpoint: Path, table: Table) -> SavedProgress | None:
     """Return the progress in a checkpoint; None for converted weights, CorruptError if it has no step or samples."""
     file, common = common_values(checkpoint, table)
-    progress = common.get("progress") if isinstance(common, dict) else common  # for the message, if it is no dict
-    if isinstance(common, dict) and not progress:
+    if isinstance(common, dict) and not common.get("progress"):
         return None
+    progress = common["progress"] if isinstance(common, dict) else common  # damaged: shown in the message
     values = progress if isinstance(progress, dict) else {}
     step, samples = values.get("step"), values.get("consumed_samples")
     if not isinstance(step, int) or not isinstance(samples, int):
@@ -227,7 +227,7 @@ def common_values(checkpoint: Path, table: Table, read: Callable[[Any], Any] = l
         with reporting_damage(checkpoint / COMMON):
             return COMMON, read(regular_file(checkpoint / COMMON))
     with reporting_damage(checkpoint / place.file):
-        (common,) = read(read_part(checkpoint / place.file, place.offset, place.length))
+        (common,) = read(read_part(checkpoint / place.file, place.offset, place.length))  # a list of one
     return place.file, common
 
 

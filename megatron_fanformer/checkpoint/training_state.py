@@ -6,6 +6,7 @@ other. Random states are not saved: training draws no random numbers, and the se
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from operator import add, le, sub
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,12 +41,7 @@ TENSORS = ("scale", "amax_history")
 def training_state(stages: list[Any], optimizer: Any, progress: dict[str, Any], grid: RankGrid) -> dict[str, Any]:
     """Return this rank's part of a checkpoint; `stages` are the chunks of the rank's pipeline stage."""
     weights = model_state(stages, grid)
-    return {
-        **weights,
-        **stored_state(optimizer, weights),
-        "progress": progress,
-        **scales_to_save(stages, grid),
-    }
+    return {**weights, **stored_state(optimizer, weights), "progress": progress, **scales_to_save(stages, grid)}
 
 
 def load_training_state(
@@ -78,7 +74,8 @@ def load_training_state(
             loaded_tensor = loaded_optimizer["optimizer_tensors"][number]
             if loaded_tensor.data_ptr() != tensor.data_ptr():  # read by another replica, into another tensor
                 tensor.copy_(loaded_tensor)
-        set_groups(optimizer, loaded_optimizer["optimizer"]["param_groups"], resumed_entries)
+        # Plain values, such as these two, are loaded without a request.
+        set_groups(optimizer, loaded["optimizer"]["param_groups"], resumed_entries)
         progress: dict[str, Any] = loaded["progress"]
     return progress
 
@@ -105,7 +102,7 @@ def model_state(stages: list[Any], grid: RankGrid) -> dict[str, dict[str, Any]]:
 
 def _set_weights(stages: list[Any], loaded: dict[str, Any]) -> None:
     for number, chunk in enumerate(stages):
-        chunk.load_state_dict(loaded[f"model{number}"], strict=False)
+        chunk.load_state_dict(loaded[f"model{number}"], strict=False)  # the extra state is missing
 
 
 def _read_checked_by_ranks(checkpoint: Path, grid: RankGrid) -> Table:
@@ -227,7 +224,7 @@ def stored_state(optimizer: Any, weights: dict[str, Any]) -> dict[str, Any]:
 
 
 def requested_tensors(optimizer: Any, weights: dict[str, Any], stored: Collection[str]) -> dict[int, ShardedTensor]:
-    """Return the optimizer's tensors, to load into, under their names in a checkpoint that has the names `stored`."""
+    """Return the optimizer's tensors, to load into, under their names in a checkpoint whose tensors are `stored`."""
     shards = {}
     for number, shard in enumerate(_shards(optimizer, weights)):
         if shard.key.startswith(MAIN_WEIGHT):
@@ -285,8 +282,8 @@ def _parts(optimizer: Any, weights: list[torch.nn.Parameter]) -> Iterator[_Part]
 
 
 def _shards(optimizer: Any, weights: dict[str, Any]) -> Iterator[ShardedTensor]:
-    """Yield the parts of the optimizer's state as rectangles of whole tensors; the data are the optimizer's."""
-    pieces = {leaf.data: list(local_shards({"": leaf})) for leaf in nested_values(weights)}
+    """Yield the parts of the optimizer's state as rectangles of whole tensors; their data are the optimizer's own."""
+    pieces = {leaf.data: list(local_shards({"": leaf})) for leaf in nested_values(weights)}  # of each weight
     for part in _parts(optimizer, list(pieces)):
         for piece in pieces[part.weight]:
             for name, tensor in part.tensors.items():
@@ -298,29 +295,28 @@ def _rectangles_of(piece: ShardedTensor, part: _Part, key: str, flat: Tensor) ->
 
     A weight is one piece, unless the checkpoint stores it as several: ranges of its rows or of its columns.
     """
-    assert piece.data is not None and not piece.prepend_axis_num
+    assert piece.data is not None and part.weight.dim() == piece.data.dim() == len(piece.global_offset)
     weight_shape = tuple(part.weight.shape)
     elements_before = piece.data.storage_offset() - part.weight.storage_offset()
     # The piece begins in the weight at (row, column) `corner`.
     corner = divmod(elements_before, weight_shape[1]) if len(weight_shape) == 2 else (elements_before,)
     for first, offset, extent in rectangles(weight_shape, part.start, part.start + flat.numel()):
         rectangle = flat.narrow(0, first - part.start, torch.Size(extent).numel()).view(extent)
-        # low to high: the part of the weight that the rectangle (shape e, at o) and the piece (at c) have in common
+        # The rectangle and the piece have in common the part of the weight that begins at `low` and ends at `high`.
         low = tuple(map(max, offset, corner))
-        high = tuple(
-            min(o + e, c + size) for o, e, c, size in zip(offset, extent, corner, piece.data.shape, strict=True)
-        )
-        if any(end <= start for start, end in zip(low, high, strict=True)):
+        high = tuple(map(min, map(add, offset, extent), map(add, corner, piece.data.shape)))
+        if any(map(le, high, low)):
             continue  # the rectangle belongs to other pieces
-        data = rectangle[tuple(slice(start - o, end - o) for o, start, end in zip(offset, low, high, strict=True))]
+        data = rectangle[tuple(map(slice, map(sub, low, offset), map(sub, high, offset)))]
         yield replace(
             piece,
             key=key,
             data=data,
             dtype=data.dtype,
             local_shape=tuple(data.shape),
-            global_offset=tuple(g + start - c for g, start, c in zip(piece.global_offset, low, corner, strict=True)),
+            global_offset=tuple(map(add, piece.global_offset, map(sub, low, corner))),
             axis_fragmentations=None,  # the shards form no regular grid
+            # Its last number tells the copies apart: those of data parallel ranks, or one on each instance.
             replica_id=piece.replica_id if part.instance is None else (*piece.replica_id[:2], part.instance),
         )
 
@@ -332,10 +328,10 @@ def rectangles(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[i
         shape: shape of the tensor, of one or two dimensions.
         start, end: the range, in elements of the flattened tensor.
     """
-    columns = shape[-1] if len(shape) == 2 else 1
+    columns = shape[-1] if len(shape) == 2 else 1  # a vector is one column
     while start < end:
         row, column = divmod(start, columns)
-        whole_rows = 0 if column else (end - start) // columns
+        whole_rows = 0 if column else (end - start) // columns  # without any, the rectangle is a part of one row
         extent = (whole_rows or 1, columns if whole_rows else min(columns - column, end - start))
         yield start, (row, column)[: len(shape)], extent[: len(shape)]
         start += extent[0] * extent[1]

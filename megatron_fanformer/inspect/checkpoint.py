@@ -159,7 +159,7 @@ def describe_export(target: Target) -> Report:
 
 
 def _open_export(target: Target) -> tuple[Format, FANformerConfig, Mapping[str, Tensor]]:
-    """Return the format, the configuration, and the tensors, on the meta device, of an export."""
+    """Return the format and the configuration of an export, and its tensors on the meta device."""
     kind: Format = "hf" if target.kind == "hf" else "reference"
     config, tensors = open_huggingface(target.path) if kind == "hf" else open_reference(target.path)
     return kind, config, tensors.meta
@@ -193,9 +193,9 @@ def check_export(target: Target) -> str:
 def read_progress(run: Path) -> Report:
     """Return the progress of a run, as far as the files in its folder can be read.
 
-    `saved` is the step that `train` goes on from (0: the beginning). `loss` is the mean and `step_seconds` the median
-    over the last twentieth of the steps. `seconds_left` is an estimate by this median, without evaluations and saves,
-    and None unless the run is running. `events` are the numbers of events of each kind in recovery.jsonl.
+    `step` is the last step of the metrics, `saved` the step that `train` goes on from (0: the beginning). `loss` is the
+    mean and `step_seconds` the median over the last twentieth of the steps. `seconds_left` is an estimate from this
+    median, without evaluations and saves, and None unless a process runs. `events` counts recovery.jsonl by kind.
     """
     holder, saved, steps = holder_of(run), _saved_step(run), None
     with suppress(CorruptError):

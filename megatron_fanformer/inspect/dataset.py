@@ -141,7 +141,7 @@ def check_data(target: Target) -> str:
         outputs += [(folder, output, refused) for output in manifest.outputs]
     files = {folder + record.path: record for folder, output, _ in outputs for record in output.files.values()}
     with ThreadPoolExecutor(min(THREADS, usable_cores())) as pool:
-        list(pool.map(_check_file, files, files.values()))
+        list(pool.map(_check_file, files, files.values()))  # the list raises errors
     for folder, output, refused in outputs:
         _check_counts(folder + output.prefix, output, refused)
     return (

@@ -96,9 +96,8 @@ def inspect_path(path: str, *, verify: bool = False) -> dict[str, Any]:
     if target.kind not in OURS:
         verified = {"verified": checkpoint.check_export(target)} if verify else {}
         return {**checkpoint.describe_export(target), **verified}
-    # A running run may save again meanwhile. A run without a checkpoint can be described, but not verified.
-    newest = checkpoint_of(target) if verify or target.kind == "checkpoint" else target.path
-    verified = {"verified": checkpoint.check_checkpoint(newest)} if verify else {}
+    # A run without a checkpoint, which `checkpoint_of` refuses, can be described, but not verified.
+    verified = {"verified": checkpoint.check_checkpoint(checkpoint_of(target))} if verify else {}
     describe = checkpoint.describe_run if target.kind == "run" else checkpoint.describe_checkpoint
     return {**describe(target.path), **verified}
 

@@ -143,7 +143,7 @@ def _assemble(parts: list[TensorPart]) -> dict[str, np.ndarray]:
 
 
 def _errors(whole: dict[str, np.ndarray], scales: Errors, ranks: list[list[TensorPart]]) -> Errors:
-    """Return the norms of the ranks' differences from whole tensors, over the scales; infinite if a part is missing."""
+    """Return the ranks' differences from whole tensors: norms divided by scales; infinite if a part is missing."""
     missing = -1.0
     errors = {name: np.full(tensor.shape, missing, dtype=np.float32) for name, tensor in whole.items()}
     for part in (part for parts in ranks for part in parts):

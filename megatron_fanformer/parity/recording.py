@@ -117,7 +117,7 @@ class OutputRecorder:
         self.parts: list[TensorPart] = []
         self._grid, self._global_batch_size, self._micro_batch_size = grid, global_batch_size, micro_batch_size
         self._seq_length = stages[0].max_sequence_length
-        self._forward_of: dict[int, int] = {}  # by number of a chunk: its last forward pass, and so micro batch, from 0
+        self._forward_of: dict[int, int] = {}  # by chunk: the number of its last forward pass (and micro batch)
         self._inside = False  # whether a forward pass is running that is not recomputation
         self._hooks = [hook for number, chunk in enumerate(stages) for hook in self._watch(number, chunk)]
 

@@ -99,7 +99,7 @@ class Reordering:
             "fan.v_linear.weight": [None, hidden],
             "fan.v_linear.bias": [None],
             "linear_qk.weight": [None, self.x_f],
-            "linear_fc1.weight": [torch.cat([units, len(units) + units]), hidden],
+            "linear_fc1.weight": [torch.cat([units, len(units) + units]), hidden],  # [gate | up]
             "linear_fc2.weight": [hidden, units],
         }
         if placement.has_fan_mlp:

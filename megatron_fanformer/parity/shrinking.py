@@ -41,7 +41,7 @@ def shrink(model: FANformerConfig, micro_batch_size: int, layouts: list[Parallel
     hidden = heads * min(HEAD_SIZE, model.kv_channels)
     ffn_unit = 4 * unit  # a FAN layer of p_ratio 0.25 in the MLP then has rows that `unit` divides
     vocabulary_multiple = math.lcm(VOCABULARY_UNIT, unit)
-    # A context parallel rank takes 2 parts of the sequence; with sequence parallelism, tensor parallel ranks divide it.
+    # A context parallel rank takes 2 parts of the sequence, which its tensor parallel ranks may divide among them.
     sequence_unit = math.lcm(
         *(layout.context_parallel_size * math.lcm(2, layout.tensor_model_parallel_size) for layout in layouts)
     )
@@ -68,7 +68,7 @@ def shrink(model: FANformerConfig, micro_batch_size: int, layouts: list[Parallel
 
 
 def _groups(groups: int, layouts: list[ParallelConfig]) -> int:
-    """Return a small number of query groups that layouts divide like `groups`: by the same greatest common divisor."""
+    """Return a small number that has the greatest common divisor of `groups` with every layout's number of ranks."""
     fewest = 1
     for layout in layouts:
         ranks = layout.tensor_model_parallel_size * (layout.context_parallel_size if layout.exchanges_heads else 1)

@@ -35,7 +35,7 @@ def test_a_copy_is_the_run_s_folder_again_and_the_newest_are_kept(kind: str, tmp
         store._files.pipe_file(f"{store._checkpoints}/step-00000002/{WEIGHTS}", b"a copy that was cut off")
         for step in (3, 4, 5):
             store.copy(save(run, step), keep=2)
-        assert store._steps() == store.complete() == step_names(4, 5, 9)
+        assert store._step_names() == store.complete() == step_names(4, 5, 9)
         assert store.candidates() == step_names(5, 4)
         assert store.fetch_record(run_folder.RECOVERY) == b"{}\n"
         for name in step_names(4, 5):
@@ -213,7 +213,7 @@ def test_an_earlier_one_is_fetched_only_where_it_may_be_used(tmp_path: Path) -> 
     save(source, 4)
     (save(run, 5) / run_folder.CONFIG).write_text("{")
     fetch_newer(f"file://{source}", run, use_earlier=False)
-    assert [path.name for path in run_folder._steps(run / run_folder.CHECKPOINTS)] == step_names(5)
+    assert [path.name for path in run_folder._step_folders(run / run_folder.CHECKPOINTS)] == step_names(5)
     fetch_newer(f"file://{source}", run)
     assert run_folder.latest_checkpoint(run) == run / run_folder.CHECKPOINTS / run_folder.checkpoint_name(4)
 
