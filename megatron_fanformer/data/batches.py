@@ -62,7 +62,7 @@ def micro_batches(
         data_parallel_rank=data_parallel_rank,
         data_parallel_size=data_parallel_size,
     )
-    # A loader process takes so many micro batches at a time: from other stores, those with READ_AHEAD_SAMPLES samples.
+    # The micro batches that a loader process takes at a time: from other stores, enough for READ_AHEAD_SAMPLES.
     task_size = -(-READ_AHEAD_SAMPLES // micro_batch_size) if isinstance(dataset, RemoteSamples) else 1
     loader = DataLoader(
         _ErrorsAsSamples(dataset),
@@ -110,7 +110,7 @@ def _group_for_loader(numbers: Iterator[list[int]], micro_batches: int) -> Itera
 
 
 def _raise_errors(tasks: Iterator[list[Any]]) -> Generator[dict[str, Tensor], None, None]:
-    """Yield the micro batches of finished loader tasks. Raise a FanformerError among them, or one if a process died."""
+    """Yield the micro batches of finished loader tasks. Raise the first error among them, or one if a process died."""
     try:
         for batch in itertools.chain.from_iterable(tasks):
             if isinstance(batch, FanformerError):

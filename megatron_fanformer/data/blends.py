@@ -69,7 +69,7 @@ class Source:
 
 
 def source_labels(sources: Sequence[Source]) -> list[str]:
-    """Return a short name for each source: the path below the common folder, or `Source.name` if two are the same."""
+    """Return a short name for each source: the path below their common folder, or `Source.name` if two are equal."""
     path_lists = [[path if is_url(path) else os.path.abspath(path) for path in source.paths] for source in sources]
     paths = [paths_of[0] if len(paths_of) == 1 else _common_folder(paths_of) for paths_of in path_lists]
     folder = _common_folder([os.path.dirname(path) for path in paths])
@@ -169,7 +169,7 @@ def _resolve(folder: str, path: str) -> str:
 
 
 def _source(word: str) -> Source:
-    """Return the source that a word names. The URL of a folder ends in /; then no store need be asked what it is."""
+    """Return the source that a word names. The URL of a folder must end in /: no store is asked what a URL is."""
     is_pattern = word.endswith(NPY_SUFFIX) and glob.has_magic(word)
     if is_url(word):
         is_many = word.endswith("/") or is_pattern

@@ -102,10 +102,10 @@ class ChatTemplate:
     ) -> RenderedChat:
         """Render a conversation; with `add_generation_prompt`, the opening of the next answer ends the text.
 
-        Arguments of tool calls in JSON text are rendered as objects if the template fails on the text or escapes it.
+        If the template fails on arguments of tool calls that are JSON text, or escapes them, it gets them as objects.
 
-        Raises TemplateRefusal if the template cannot render the conversation, or if the learned span of a turn is
-        unknown and needed (`needs_learned`), as in training. If it is not needed, such a turn has no span.
+        Raises TemplateRefusal if the template cannot render the conversation, or, with `needs_learned`, as in training,
+        if the learned span of a turn is unknown. Without `needs_learned`, a turn of unknown span has none.
         """
         with_objects, escaped_texts = _parse_arguments(messages)
         try:
@@ -113,7 +113,7 @@ class ChatTemplate:
             if not any(text in chat.text for text in escaped_texts):
                 return chat
         except TemplateRefusal:
-            if not escaped_texts:
+            if not escaped_texts:  # no argument is JSON text
                 raise
         return self._render_with_spans(with_objects, add_generation_prompt, tools, needs_learned)
 
@@ -161,9 +161,9 @@ class ChatTemplate:
             text = self._render_once(messages[: turn + 1], False, tools).text
             if any(message["role"] != "system" for message in messages[:turn]):
                 before = self._render_once(messages[:turn], True, tools).text
-            else:  # few templates can render no message or a system message alone: take the opening of a next answer
+            else:  # few templates can render no message or a system message alone: take a next answer's opening
                 opening = self._render_once(messages[: turn + 1], True, tools).text.removeprefix(text).lstrip()
-                landmark = opening or content
+                landmark = opening or content  # without an opening, the content begins the span
                 if text.count(landmark) != 1:
                     return None
                 before = text.partition(landmark)[0] + opening
@@ -175,7 +175,7 @@ class ChatTemplate:
         content_at = span.find(content)
         if content_at >= 0:
             has_mark = bool(span[content_at + len(content) :].strip())
-        else:  # the span is the content's end, whose beginning the opening wrote, or the template changed the content
+        else:  # the opening wrote the content's beginning, the span is the rest; or the template changed the content
             has_mark = not content.endswith(span.strip())
         return len(before), len(text.rstrip() if has_mark else text)
 
@@ -224,9 +224,9 @@ def function_of(stated: Any) -> Mapping[str, Any] | None:
 
 
 def _parse_arguments(messages: Sequence[Message]) -> tuple[Sequence[Message], list[str]]:
-    """Return the messages with objects for the JSON texts of tool calls' arguments, and these texts as JSON strings.
+    """Return messages with objects in place of JSON texts as arguments of tool calls, and the texts as JSON strings.
 
-    A template that writes one of these strings has escaped the JSON text of arguments.
+    A template that escapes such a text writes one of the text's two strings, which differ in characters beyond ASCII.
     """
     if not any(message.get("tool_calls") for message in messages):
         return messages, []
@@ -301,7 +301,7 @@ def _special_tokens(tokenizer_path: Path, eod_id: int | None = None) -> dict[str
 
 
 def attached_files(tokenizer: Path | None, chat_template: str | None, *, eod_id: int | None = None) -> dict[str, bytes]:
-    """Return the contents of the tokenizer's files in a checkpoint, by file name.
+    """Return the files by which a checkpoint keeps a tokenizer and a chat template: their contents, by file name.
 
     If `eod_id` or a file beside the tokenizer states the end of text, a generation_config.json states it too.
     """
@@ -345,7 +345,7 @@ def chat_pieces(tokenizer: Tokenizer, chat: RenderedChat) -> Iterator[tuple[str 
     """
     bounds = [0, *itertools.chain.from_iterable(chat.learned), len(chat.text)]
     for number, (begin, end) in enumerate(itertools.pairwise(bounds)):
-        is_learned = number % 2 == 1  # the text outside of spans and the spans take turns
+        is_learned = number % 2 == 1  # the text before the first span, the span, the text after it, …
         yield from ((piece, is_learned) for piece in tokenizer.cut_at_special(chat.text[begin:end]))
 
 

@@ -181,7 +181,7 @@ class Conversations:
             raise InputError(f"{', '.join(prefixes)}: no conversation is {where}; name more chats")
 
     def refuse_unlearned(self, name: str, seq_length: int) -> None:
-        """Raise InputError if validation set `name` has no learned label in `seq_length` tokens of any chat."""
+        """Raise InputError if no chat of validation set `name` has a learned label in its first `seq_length` tokens."""
         places = map(self.locate, np.flatnonzero(self.lengths).tolist())  # of conversations that are not empty
         masks = (chats[number][1] for chats, number in places)
         if not any(mask[1:seq_length].any() for mask in masks):  # the first token is no label
@@ -217,7 +217,7 @@ def first_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
         node = 1
         while node < leaves:
             node *= 2
-            if room[node] < length:  # then no earlier bin has room
+            if room[node] < length:  # then no bin below the left child has room
                 node += 1
         bins[item] = node - leaves
         room[node] -= length
@@ -269,7 +269,7 @@ def pack(lengths: np.ndarray, capacity: int, *, seed: int) -> Packing:
     order = np.random.Generator(np.random.PCG64(seed)).permutation(np.flatnonzero(lengths))
     fitted = np.minimum(lengths[order], capacity)
     bins = first_fit(fitted, capacity)
-    by_bin = np.argsort(bins, kind="stable")
+    by_bin = np.argsort(bins, kind="stable")  # positions in `order`
     bin_count = int(bins.max(initial=-1)) + 1
     starts = np.searchsorted(bins[by_bin], np.arange(bin_count + 1))  # the last one is the number of conversations
-    return Packing(order[by_bin], starts, capacity, int(fitted.sum()), int((lengths > capacity).sum()))
+    return Packing(order[by_bin], starts, capacity, tokens=int(fitted.sum()), cut=int((lengths > capacity).sum()))

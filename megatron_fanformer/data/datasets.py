@@ -95,7 +95,7 @@ def build_datasets(
 
 
 def _wrap(dataset: Any, config: DataConfig, data: CheckedData) -> Any:
-    """Wrap a dataset to mark documents, if the configuration requests it, and to read other stores in parallel."""
+    """Wrap a dataset, if needed: to mark documents as the configuration says, and to read remote files in parallel."""
     if config.marks_documents:
         assert data.eod_id is not None, "check_files sets it for such a configuration"
         dataset = DocumentSamples(dataset, data.eod_id, config.reset_attention_mask, config.eod_mask_loss)
@@ -123,7 +123,7 @@ class _DatasetBuilder:
         self._vocab_size, self._eod_id = vocab_size, eod_id
 
     def build_blend(self, blend: Blend, part: int, size: int | None) -> Any:
-        """Return the dataset of all documents of a blend, with at least `size` samples; None: one epoch."""
+        """Return a whole blend's dataset for training or validation (`part`): at least `size` samples; None: an epoch."""
         if not any(source.is_npy for source in blend.sources):
             return self._build_pairs(blend, {part: size}, None)[part]
         if len(blend.sources) == 1:
@@ -169,11 +169,11 @@ class _DatasetBuilder:
         return PairEpochs(first_epoch, seed=self._seed, length=length)
 
     def _mix_index(self, blend: Blend, size: int) -> tuple[Any, Any]:
-        """Return the `source_index` and `sample_index` of a mix, see `MixOrder`, by megatron-core's blending."""
+        """Return a mix's `source_index` and `sample_index` (see `MixOrder`), computed by megatron-core's blending."""
         if len(blend.sources) == 1:
             return None, None
         weights = self._counts.mix_weights(blend)
-        identity = {"weights": weights, "size": size, "stage": True}
+        identity = {"weights": weights, "size": size, "stage": True}  # "stage": another cache folder than a blend's
         # Ranges stand in for the datasets of the sources: the two indices depend on the weights and the size alone.
         blended = self._build_blended([range(size)] * len(weights), blend, TRAIN, weights, identity)
         return blended.dataset_index, blended.dataset_sample_index
@@ -192,10 +192,10 @@ class _DatasetBuilder:
 
         blend_sources = [BlendSource(dataset, Split(part)) for dataset in datasets]
         kinds = [type(dataset).__name__ for dataset in datasets]
-        if len(set(kinds)) > 1:  # megatron-core's file names depend on the kinds; of one kind, old folders remain valid
+        if len(set(kinds)) > 1:  # kinds are in megatron-core's file names; a single kind is left out, as it always was
             identity = {**identity, "kinds": kinds}
         with index_folder(self._data.cache, identity) as folder:
-            config = self._config(folder, blend.sources, None, part, None)
+            config = self._config(folder, blend.sources, weights=None, unsplit_part=part, split=None)
             return BlendedMegatronDatasetBuilder.build_generic_dataset(
                 BlendedDataset, lambda: True, True, blend_sources, weights, identity["size"], config
             )  # built on all ranks (`lambda`), on rank 0 before the others (`True`)
@@ -203,7 +203,7 @@ class _DatasetBuilder:
     def _build_pairs(self, blend: Blend, sizes: Sizes, split: str | None) -> list[Any]:
         """Return the dataset of each part of a blend of pairs, or None for a part that is not in `sizes`.
 
-        A dataset has `sizes[part]` samples; None: one epoch. Without a split, `sizes` has one part: all documents.
+        A dataset has `sizes[part]` samples; None: one epoch. Without a split, `sizes` has one part, of all documents.
         """
         from megatron.core import __version__
         from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -221,8 +221,8 @@ class _DatasetBuilder:
             "seed": self._seed,
         }
         with index_folder(self._data.cache, identity) as folder:
-            config = self._config(folder, blend.sources, weights, min(sizes), split)
-            if split is not None and len(sizes) == 1:  # of a split, megatron-core would build the other parts, too
+            config = self._config(folder, blend.sources, weights, unsplit_part=min(sizes), split=split)
+            if split is not None and len(sizes) == 1:  # megatron-core would build the split's other parts, too
                 config.split_matrix = [
                     bounds if part in sizes else None for part, bounds in enumerate(config.split_matrix)
                 ]
@@ -231,7 +231,7 @@ class _DatasetBuilder:
         readers = {path: PairReader(pair, self._vocab_size) for path, pair in pairs.items()}
         for part_dataset in filter(None, built):  # a GPTDataset, or a blend with the GPTDatasets of its sources
             for dataset in (part_dataset, *getattr(part_dataset, "datasets", ())):
-                if (path := getattr(dataset, "dataset_path", None)) is not None:  # it has a reader
+                if (path := getattr(dataset, "dataset_path", None)) is not None:  # a GPTDataset, not a blend
                     dataset.dataset, dataset.dataset_path = readers[path], pairs[path].prefix
                     dataset.indices = None  # 4 bytes per document, not used once the sample indices are built
         return built
@@ -244,7 +244,7 @@ class _DatasetBuilder:
         return [self._data.pair(source).identity for source in sources if not source.is_npy]
 
     def _config(
-        self, folder: Path, sources: Sequence[Source], weights: list[float] | None, only_part: int, split: str | None
+        self, folder: Path, sources: Sequence[Source], weights: list[float] | None, unsplit_part: int, split: str | None
     ) -> Any:
         from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 
@@ -252,7 +252,7 @@ class _DatasetBuilder:
         documents = {"documents": self._identities(sources)}
         tokenizer = SimpleNamespace(eod=self._eod_id, vocab_size=self._vocab_size, unique_identifiers=documents)
         blend = ([self._local_prefix(source) for source in sources], weights)
-        per_split = [blend if part == only_part else None for part in range(len(PART_NAMES))]
+        per_split = [blend if part == unsplit_part else None for part in range(len(PART_NAMES))]
         return GPTDatasetConfig(
             random_seed=self._seed,
             sequence_length=self._seq_length,

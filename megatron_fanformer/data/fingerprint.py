@@ -84,7 +84,7 @@ class DataFingerprint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fingerprint_from_plain(values: Any, where: Path) -> DataFingerprint | None:
-    """Return the fingerprint in the plain values of a checkpoint, `where`; None if an older version recorded none."""
+    """Return the fingerprint that checkpoint `where` holds as plain `values`; None if an older version wrote none."""
     if values is None:
         return None
     try:
@@ -98,7 +98,7 @@ def fingerprint_data(
 ) -> DataFingerprint:
     """Return the fingerprint of a run's data.
 
-    `samples` is the number of training samples, if their order depends on that number; `mixes` are all, if several.
+    `samples` is the number of training samples, if their order depends on it; `mixes` are all mixes, if several.
     """
     files = [(source, *file) for source in data.sources() for file in _describe_files(config, source, data)]
     remote_files = {file.url: file for file in data.remote_files}
@@ -170,7 +170,7 @@ def _hash(size: int, blocks: Iterable[bytes]) -> str:
 
 
 def _blocks(size: int) -> Iterator[tuple[int, int]]:
-    """Yield the offset and the length of each block to hash in a file of `size` bytes."""
+    """Yield the offset and the length of each block to hash in a file of `size` bytes, from beginning to end."""
     if size <= BLOCKS * BLOCK_BYTES:
         yield 0, size
         return
@@ -179,9 +179,9 @@ def _blocks(size: int) -> Iterator[tuple[int, int]]:
 
 
 def describe_other_tokenizer(stated: Iterable[str | None], digest: str, whose: str) -> str | None:
-    """Return a warning if a SHA-256 in `stated`, of manifests' tokenizers, is not `digest`, that of `whose`; else None.
+    """Return a warning if manifests state another tokenizer than `whose`, which has SHA-256 `digest`; else None.
 
-    Another SHA-256 is no error, since an export may hold the same tokenizer in other bytes.
+    `stated` are the SHA-256s in manifests. Another one is no error: an export may hold a tokenizer in other bytes.
     """
     others = {other for other in stated if other} - {digest}
     if not others:

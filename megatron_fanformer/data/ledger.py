@@ -1,7 +1,7 @@
 """`PREFIX.ledger.parquet`: the input file and line of each document of a token file. Write and read ledgers.
 
-A ledger has one row per document, in the token file's order. The statistics of a row group tell the tokens that its
-documents cover, so that a document is found by its tokens from one row group.
+A ledger has one row per document, in the token file's order. The statistics of each row group state its first
+token, so that only the row groups with the requested tokens are read.
 
 A ledger of chats also has a row for each refused line: it has length 0, and stands where the conversation would.
 
@@ -126,12 +126,12 @@ def open_ledger(prefix: str) -> "Ledger | None":
 class Ledger:
     """An open ledger. Raises CorruptError if the file is not a ledger, or does not cover the requested tokens."""
 
-    def __init__(self, path: Path | RemoteFile) -> None:
+    def __init__(self, file: Path | RemoteFile) -> None:
         from pyarrow import parquet
 
-        self.path = path.path if isinstance(path, RemoteFile) else path
+        self.path = file.path if isinstance(file, RemoteFile) else file
         with _reporting_damage(self.path):
-            source = open_stream(path) if isinstance(path, RemoteFile) else regular_file(path)
+            source = open_stream(file) if isinstance(file, RemoteFile) else regular_file(file)
             self._file: Any = parquet.ParquetFile(source, page_checksum_verification=True)
             metadata, names = self._file.metadata, self._file.schema_arrow.names
             if missing := [name for name in COLUMNS if name not in names]:
@@ -146,7 +146,7 @@ class Ledger:
     def documents(self, first_token: int, length: int) -> list[LedgerRow]:
         """Return the documents that contain any of `length` tokens from `first_token` on, in order."""
         end = first_token + length
-        place = max(0, bisect.bisect_right(self._starts, first_token) - 1)
+        place = max(0, bisect.bisect_right(self._starts, first_token) - 1)  # of the group with `first_token`
         groups = self._groups[place : bisect.bisect_left(self._starts, end)]
         rows = [row for group in groups for row in self._rows_in_group(group, first_token, end)]
         covered = sum(min(end, row.first_token + row.length) - max(first_token, row.first_token) for row in rows)
@@ -168,7 +168,7 @@ class Ledger:
         """Yield the rows of a row group that contain any of the tokens from `begin` up to `end`."""
         begins, ends, table = self._read_cached(group)
         first, last = int(np.searchsorted(ends, begin, "right")), int(np.searchsorted(begins, end, "left"))
-        rows = (LedgerRow(**row) for row in table.slice(first, max(0, last - first)).to_pylist())
+        rows = (LedgerRow(**row) for row in table.slice(first, max(0, last - first)).to_pylist())  # 0: of no token
         return (row for row in rows if row.length)  # a refused line has no tokens
 
 

@@ -50,7 +50,7 @@ def first_step(name: str, *, batch_tokens: int) -> int:
         number = count(start["number"])
     except ArgumentTypeError as error:
         raise InputError(f"{problem}: {error}") from None
-    return number if start["unit"] == "step" else -(-number // batch_tokens) + 1
+    return number if start["unit"] == "step" else -(-number // batch_tokens) + 1  # division rounded up
 
 
 def order_mixes(first: Blend, later: Mapping[str, Blend], *, global_batch_size: int, seq_length: int) -> list[Mix]:
@@ -97,7 +97,7 @@ def overlap_problems(blends: Sequence[Sequence[Word]]) -> list[str]:
 
 
 def step_problems(names: Sequence[str], *, train_iters: int, batch_tokens: int) -> list[str]:
-    """List a problem for each mix that begins at the first step, at another's first step, or after the last step."""
+    """List a problem for each mix that begins with the run's first step, with another mix, or after the last step."""
     problems = []
     mix_at: dict[int, str] = {1: "data.train_data"}  # by first step
     for name in names:
@@ -131,7 +131,7 @@ class PairEpochs(Epochs):
         return self.first_epoch[self.number(index)]
 
     def _order_of(self, epoch: int) -> Any:
-        return super()._order_of(epoch) if epoch else range(self.epoch_samples)
+        return super()._order_of(epoch) if epoch else range(self.epoch_samples)  # `first_epoch` is shuffled
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def unwrap(dataset: Any) -> Any:
 def source_counts(dataset: Any, first: int, end: int, sources: int) -> np.ndarray:
     """Count the samples of each source among samples `first` up to `end` of a training set; return [sources] int64."""
     dataset = unwrap(dataset)
-    if not isinstance(dataset, MixDataset):  # but a single source, or megatron-core's blend, which has a dataset_index
+    if not isinstance(dataset, MixDataset):  # a single source, without dataset_index, or megatron-core's blend
         return draw_counts(getattr(dataset, "dataset_index", None), first, end, sources)
     counts = np.zeros(sources, np.int64)
     for mix, mix_end in mix_ends(dataset.mixes, len(dataset)):

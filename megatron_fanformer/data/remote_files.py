@@ -130,7 +130,7 @@ def _attempt(url: str, method: str, options: dict[str, Any], refused_is_missing:
             raise PermissionError(f"{reason_of(error)}, check its credentials") from error
         _driver.cache_clear()  # the driver may have lost its connection
         raise ConnectionError(reason_of(error)) from error
-    size = options["end"] - options["start"] if "start" in options else None
+    size = options["end"] - options["start"] if "start" in options else None  # of the requested range
     if size is not None and len(answer) < size:
         raise ConnectionError(f"{len(answer)} of {size} bytes came")
     if size is not None and len(answer) > size:
@@ -151,7 +151,7 @@ def _status_of(error: BaseException) -> int | None:
 
 
 def _is_missing(error: Exception) -> bool:
-    """Return whether an error means a missing file; fsspec's HTTP driver raises FileNotFoundError for others, too."""
+    """Return whether an error means a missing file; a FileNotFoundError of fsspec's HTTP driver may have other causes."""
     status, cause = _status_of(error), error.__cause__
     if status is not None:
         return status in (404, 410)
@@ -233,7 +233,7 @@ def open_stream(file: RemoteFile) -> Any:
 
 
 def copy_to(file: RemoteFile, path: Path) -> None:
-    """Copy a file to `path` on this machine, which exists only after the copy is complete."""
+    """Copy a file to `path` on this machine; only a complete copy gets this name."""
     partial, step = temporary_name(path), PART_BYTES * PARTS
     with reported_as_local(path):
         path.parent.mkdir(parents=True, exist_ok=True)

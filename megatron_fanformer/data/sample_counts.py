@@ -31,7 +31,7 @@ class SampleCounts:
     def check(
         self, config: DataConfig, *, train_samples: int, valid_samples: int | None, mixes: Sequence[Mix] = ()
     ) -> None:
-        """Raise the InputErrors of counting: a set has no whole sample, or a split leaves a part without documents."""
+        """Count, only to raise InputError if a set has no whole sample, or a part of a split has no documents."""
         train = self._data.train
         if config.split is not None:
             for sizes in self.group_parts(train, {TRAIN: train_samples, VALIDATION: valid_samples}):
@@ -45,7 +45,7 @@ class SampleCounts:
             self._check_blend(blend, VALIDATION, valid_samples)
 
     def _check_blend(self, blend: Blend, part: int, size: int | None) -> None:
-        """Raise InputError if one of the datasets to build of a blend has no whole sample."""
+        """Raise InputError if one of the datasets that make up a blend has no whole sample."""
         if not any(source.is_npy for source in blend.sources):
             self.pair_sizes(blend, {part: size}, is_split=False)
         elif len(blend.sources) > 1:
@@ -89,7 +89,7 @@ class SampleCounts:
         if source.is_npy:
             return sum(file.tokens // self._seq_length for file in self._data.files(source))
         tokens = self._data.pair(source).tokens
-        # The last label is one token more.
+        # A pair needs one token more than its samples have: the last label.
         return (tokens - 1) // self._seq_length if tokens > self._seq_length else tokens / self._seq_length
 
     def mixed_sizes(self, blend: Blend, size: int | None) -> tuple[list[float], int, list[int]]:
@@ -97,18 +97,18 @@ class SampleCounts:
 
         `size` None means one epoch. Without weights, sources are weighted by the samples in their epochs.
         """
-        epochs = [self.source_epoch_samples(source) for source in blend.sources]
-        total = int(sum(epochs)) if size is None else size
-        weights = np.array(blend.weights or epochs) / sum(blend.weights or epochs)
+        epoch_samples = [self.source_epoch_samples(source) for source in blend.sources]
+        total = int(sum(epoch_samples)) if size is None else size
+        weights = np.array(blend.weights or epoch_samples) / sum(blend.weights or epoch_samples)
         # megatron-core's blend draws from the source furthest behind its share, so at most one sample beyond a share.
         return weights.tolist(), total, [int(weight * total) + 1 for weight in weights]
 
     def mix_weights(self, blend: Blend) -> list[float]:
         """Return the weights that megatron-core would use for a mix. Raises InputError without a whole sample."""
-        epochs = [self.source_epoch_samples(source) for source in blend.sources]
-        for source, epoch in zip(blend.sources, epochs, strict=True):
+        epoch_samples = [self.source_epoch_samples(source) for source in blend.sources]
+        for source, samples in zip(blend.sources, epoch_samples, strict=True):
             lacks_last_label = not source.is_npy and self._data.pair(source).tokens <= self._seq_length
-            if epoch < 1 or lacks_last_label:
+            if samples < 1 or lacks_last_label:
                 raise InputError(
                     f"{redacted(source.name)} holds no whole sample of {self._seq_length} tokens, as every source of a "
                     "run in stages must; join it with others, or leave it out"
@@ -116,7 +116,7 @@ class SampleCounts:
         if any(source.is_npy for source in blend.sources):
             return self.mixed_sizes(blend, None)[0]
         if blend.weights is None:
-            return [float(epoch) for epoch in epochs]
+            return [float(samples) for samples in epoch_samples]
         stated = np.array(blend.weights, np.float64)
         # By megatron-core's arithmetic: if two sources are equally far behind their shares, the last bit decides.
         return (stated / np.sum(stated)).tolist()
@@ -124,8 +124,8 @@ class SampleCounts:
     def group_parts(self, blend: Blend, sizes: Sizes) -> list[Sizes]:
         """Divide the parts of a split into groups that megatron-core's builder builds with the same weights.
 
-        If only validation takes more than an epoch, and so needs weights, training gets a group of its own: its order
-        must not depend on the amount of validation.
+        If only validation takes more than an epoch, and so needs weights, training gets a group of its own, without
+        weights: the order of training samples must not depend on the amount of validation.
         """
         weights = {part: self.pair_sizes(blend, {part: size}, is_split=True)[0] for part, size in sizes.items()}
         if weights[TRAIN] is None and weights[VALIDATION] is not None:
@@ -139,16 +139,16 @@ class SampleCounts:
 
         Without weights, megatron-core builds one epoch of several pairs and stops. If a part needs more samples, or if
         a pair is too short for one sample, the pairs are weighted by their tokens, which lets them repeat. In a split,
-        both training and validation decide this, even if only one of them is built.
+        training and validation are both examined, even if only one of them is built.
 
         Raises InputError if a part has no documents, or if one epoch is requested and holds no whole sample.
         """
-        parts = self._data.pair(blend.sources[0]).part_tokens if is_split else sizes
+        parts = self._data.pair(blend.sources[0]).part_tokens if is_split else sizes  # of a split: all
         tokens = {part: [self._tokens(source, part, is_split=is_split) for source in blend.sources] for part in parts}
         weights = blend.weights if len(blend.sources) > 1 else None
         if len(blend.sources) > 1 and weights is None:
             deciding_parts = (TRAIN, VALIDATION) if is_split else tuple(sizes)
-            if any(self._must_repeat(tokens[part], sizes.get(part)) for part in deciding_parts):
+            if any(self._need_weights(tokens[part], sizes.get(part)) for part in deciding_parts):
                 weights = [float(self._data.pair(source).tokens) for source in blend.sources]
         requested: list[int | None] = [0] * len(PART_NAMES)
         for part, size in sizes.items():
@@ -159,8 +159,8 @@ class SampleCounts:
                     requested[part] = epoch_samples
         return weights, requested
 
-    def _must_repeat(self, tokens: list[int], size: int | None) -> bool:
-        """Return whether pairs of so many tokens must repeat to make `size` samples, or one of them makes no sample."""
+    def _need_weights(self, tokens: list[int], size: int | None) -> bool:
+        """Return whether pairs with these `tokens` must repeat to make `size` samples, or one makes no sample."""
         has_short_pair = min(tokens) <= self._seq_length
         return has_short_pair or (size is not None and size > self._samples(tokens))
 
@@ -177,7 +177,7 @@ class SampleCounts:
 
     def _samples(self, tokens: list[int]) -> int:
         """Return the whole samples in an epoch of pairs with so many tokens. Raises InputError if there are none."""
-        samples = sum((count - 1) // self._seq_length for count in tokens)  # the last label is one token more
+        samples = sum((count - 1) // self._seq_length for count in tokens)  # each pair needs a last label
         if not samples:
             raise InputError(
                 f"{sum(tokens)} tokens do not make a whole sample of {self._seq_length} and its last label;"

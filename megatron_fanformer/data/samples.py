@@ -117,7 +117,7 @@ class Span:
 def sample_spans(dataset: Any, index: int) -> list[Span]:
     """Return the runs of tokens that sample `index` of a training or validation set consists of, in order.
 
-    Together they have seq_length tokens for .npy files, one more for pairs (the last label), fewer for padded chats.
+    In all, these are seq_length tokens for .npy files; one more, the last label, for pairs; fewer for padded chats.
     """
     dataset = unwrap(dataset)
     if isinstance(dataset, ChatDataset):
@@ -150,7 +150,7 @@ def sequence_spans(dataset: Any, index: int) -> list[Span]:
     if isinstance(dataset, NpyDataset):
         file, first = dataset.locate(index)
         return [Span(npy_prefix(file.path), first, dataset.seq_length)]
-    return [span for span in _pair_spans(dataset, index) if span.length]
+    return [span for span in _pair_spans(dataset, index) if span.length]  # a sequence may be empty
 
 
 def _pair_spans(dataset: Any, index: int) -> Iterator[Span]:

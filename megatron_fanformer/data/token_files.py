@@ -204,7 +204,7 @@ def _check_entries(index: TokenIndex, bin_bytes: int, parts: Mapping[int, tuple[
     """Check an index and the size of its .bin file, and return the index with its counts; see `read_index`."""
     index = _read_header(index)
     lengths, pointers, bounds, token_bytes = index.lengths, index.pointers, index.bounds, index.dtype.itemsize
-    checksum, end, part_tokens = 0, 0, dict.fromkeys(parts or {}, 0)  # `end`, `ends` and `starts` are in bytes
+    checksum, end, part_tokens = 0, 0, dict.fromkeys(parts or {}, 0)  # `end`: the byte where the last sequence ends
     for first in range(0, len(lengths), CHECKED_ENTRIES):
         block = np.array(lengths[first : first + CHECKED_ENTRIES])
         ends = end + np.cumsum(block, dtype=np.int64) * token_bytes
@@ -245,21 +245,21 @@ def _read_header(index: TokenIndex) -> TokenIndex:
         header = stream.read(INDEX_HEADER.size)
     if len(header) < INDEX_HEADER.size:
         raise _corrupt(path, f"it is truncated: the header has {len(header)} of {INDEX_HEADER.size} bytes")
-    magic, version, code, sequences, bounds = INDEX_HEADER.unpack(header)  # bounds: documents + 1
+    magic, version, code, sequences, bound_count = INDEX_HEADER.unpack(header)
     if magic != INDEX_MAGIC:
         raise _corrupt(path, f"the magic is {magic!r}, not {INDEX_MAGIC!r}, this is not a Megatron index")
     if version != INDEX_VERSION:
         raise _corrupt(path, f"the version is {version}, not {INDEX_VERSION}")
     if code not in DTYPES:
         raise _corrupt(path, f"the dtype code is {code}; those of integers, as token ids are, are 1 to 5, and 8")
-    stated = INDEX_HEADER.size + (4 + 8) * sequences + 8 * bounds
-    if size != stated or not bounds:
+    stated = INDEX_HEADER.size + (4 + 8) * sequences + 8 * bound_count
+    if size != stated or not bound_count:
         raise _corrupt(
             path,
             f"it is {'truncated' if size < stated else 'extended'}: sequence count {sequences} and document"
-            f" count {bounds} make {stated} bytes, but it holds {size}",
+            f" count {bound_count} make {stated} bytes, but it holds {size}",
         )
-    return replace(index, dtype=DTYPES[code], sequences=sequences, documents=bounds - 1)
+    return replace(index, dtype=DTYPES[code], sequences=sequences, documents=bound_count - 1)
 
 
 def _corrupt(path: Path | str, problem: str) -> CorruptError:
@@ -366,7 +366,7 @@ def _open_npy(path: str, default: NpyType) -> NpyFile:
 
 
 def _read_npy_manifest(path: str, size: int) -> tuple[str, int] | None:
-    """Return the type of the ids and the largest id that a .npy file's manifest states; None without a manifest."""
+    """Return the type of the ids and the largest id that the manifest of a .npy file states; None without one."""
     prefix = npy_prefix(path)
     manifest = read_manifest(prefix)
     if manifest is None:
@@ -377,7 +377,7 @@ def _read_npy_manifest(path: str, size: int) -> tuple[str, int] | None:
             f"{redacted(prefix)}{MANIFEST_SUFFIX} is of files of another name, and not of {redacted(path)}; give both"
             " the name that it states, or remove it and set data.npy_dtype to the file's type"
         )
-    if NPY_SUFFIX not in record.files:
+    if NPY_SUFFIX not in record.files:  # the manifest is that of a pair or of rows with the same prefix
         return None
     recorded = record.files[NPY_SUFFIX].bytes
     if size != recorded:
@@ -389,7 +389,7 @@ def _read_npy_manifest(path: str, size: int) -> tuple[str, int] | None:
 
 
 def whole_samples(files: Sequence[NpyFile], seq_length: int) -> int:
-    """Count the samples in one epoch of .npy files; none crosses files. Raises InputError if there is no sample."""
+    """Count the samples in an epoch of .npy files, each within one file. Raises InputError if there is no sample."""
     samples = sum(file.tokens // seq_length for file in files)
     if not samples:
         raise InputError(

@@ -185,8 +185,8 @@ def load_tokenizer(path: str | Path, *, eod_id: int | None = None, needs_eod: bo
 def _end_of_text(tokenizer: Tokenizer, stated: int | None) -> tuple[int, str | None]:
     """Return the id that ends a text, and what states it: the argument, or a file beside the tokenizer.
 
-    If nothing states the id, return the special piece with the likeliest name, else the model's default, and None. An
-    ordinary piece of such a name does not count: `</s>` is an HTML tag in Gemma's vocabularies.
+    If neither does (None), the id is that of the special piece with the likeliest name, else the model's default.
+    An ordinary piece of such a name does not count: `</s>` is an HTML tag in Gemma's vocabularies.
     """
     if stated is not None:
         if not 0 <= stated < tokenizer.vocab_size:
@@ -200,7 +200,7 @@ def _end_of_text(tokenizer: Tokenizer, stated: int | None) -> tuple[int, str | N
         token, id_or_ids = token_text(config.get("eos_token")), config.get("eos_token_id")
         first_id = id_or_ids[0] if isinstance(id_or_ids, list) and id_or_ids else id_or_ids
         end = first_id if token is None else tokenizer.id_of(token)
-        if type(end) is int and 0 <= end < tokenizer.vocab_size:
+        if type(end) is int and 0 <= end < tokenizer.vocab_size:  # type: to isinstance, true and false are ints
             return end, file
     for name in END_OF_TEXT_NAMES:
         if name in tokenizer.special_ids:
@@ -264,8 +264,8 @@ def train_sentencepiece(
     """Train an exact byte-pair tokenizer, write `MODEL_PREFIX.model`, and return the path.
 
     Exact means that decode(encode(x)) == x for every text: no normalization, no added or removed spaces, and bytes for
-    characters without a piece. Runs of white space and line ends may become pieces, which helps with code. A text never
-    contains the end-of-text piece, `<|endoftext|>`.
+    characters without a piece. Runs of white space and line ends may become pieces, which helps with code. Encoding
+    never yields the end-of-text piece, not even for the text `<|endoftext|>`.
 
     sentencepiece holds several copies of the texts in memory. Raises InputError if the texts are too few.
     """
