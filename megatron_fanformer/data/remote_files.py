@@ -151,7 +151,7 @@ def _status_of(error: BaseException) -> int | None:
 
 
 def _is_missing(error: Exception) -> bool:
-    """Return whether an error means a missing file; a FileNotFoundError of fsspec's HTTP driver may have other causes."""
+    """Return whether an error means a missing file; FileNotFoundError of fsspec's HTTP driver has other causes, too."""
     status, cause = _status_of(error), error.__cause__
     if status is not None:
         return status in (404, 410)
