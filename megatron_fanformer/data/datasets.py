@@ -123,7 +123,7 @@ class _DatasetBuilder:
         self._vocab_size, self._eod_id = vocab_size, eod_id
 
     def build_blend(self, blend: Blend, part: int, size: int | None) -> Any:
-        """Return a whole blend's dataset for training or validation (`part`): `size` samples or more; None: an epoch."""
+        """Return a blend's dataset for training or validation (`part`), of `size` samples or more; None: one epoch."""
         if not any(source.is_npy for source in blend.sources):
             return self._build_pairs(blend, {part: size}, None)[part]
         if len(blend.sources) == 1:
