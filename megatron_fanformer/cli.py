@@ -85,7 +85,7 @@ def read_command(arguments: Sequence[str]) -> tuple[Verb[Any], Any]:
     """
     if arguments and arguments[0] in REMOVED:
         raise InputError(f"{arguments[0]} is no verb any more; {REMOVED[arguments[0]]}")
-    named = [argument for argument in arguments if argument in VERBS][:1]  # before it, no option takes a verb's name
+    named = [argument for argument in arguments if argument in VERBS][:1]  # the verb: no option before it has a value
     try:
         given, rest = _parser(named).parse_known_args([argument for argument in arguments if argument != "--debug"])
     except InputError as error:
@@ -96,7 +96,7 @@ def read_command(arguments: Sequence[str]) -> tuple[Verb[Any], Any]:
 
 
 def _describe(error: BaseException) -> tuple[str, int]:
-    """Return the message and the exit code for an error: of an OSError, 2 if the path is wrong, 1 if the disk fails."""
+    """Return an error's message and exit code; an OSError's code is 2 if the path is wrong, 1 if the disk fails."""
     if isinstance(error, FanformerError):
         return str(error), error.exit_code
     if isinstance(error, ModuleNotFoundError):

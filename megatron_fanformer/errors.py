@@ -22,7 +22,7 @@ def redacted(text: str) -> str:
 class FanformerError(Exception):
     """A failure that is reported to the user in one line, without a traceback.
 
-    Subclasses must be constructible from the message alone: pickle so constructs an error for another process.
+    Subclasses must be constructible from the message alone: that is how pickle passes an error to another process.
     """
 
     exit_code = 1

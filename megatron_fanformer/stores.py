@@ -63,7 +63,7 @@ def driver_of(url: str) -> tuple[Any, str]:
     from fsspec.core import url_to_fs
 
     try:
-        # A driver may connect only once, when it is constructed: a cached one may have lost its connection.
+        # Some drivers connect only when they are constructed: a cached one may have lost its connection.
         files, path = url_to_fs(url, skip_instance_cache=True)
     except (ImportError, ValueError) as error:
         needed = _EXTRAS.get(url.partition("://")[0], "it (for s3:// the extra `store`)")

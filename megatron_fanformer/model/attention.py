@@ -46,7 +46,7 @@ class FANSelfAttention(SelfAttention):
         _connect(config, self.fan, self.linear_qkv)
 
     def set_for_recompute_input_layernorm(self) -> None:
-        """In FP8, let FAN's linear layer, which reads the recomputed norm in place of QKV, keep the norm as it is."""
+        """In FP8, make FAN's linear layer keep no FP8 copy of the recomputed norm, which it reads in place of QKV."""
         _save_original_input(self.fan.linear)
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -119,7 +119,7 @@ class FANValueAttention(Attention):
         group = self.pg_collection.tp
         if self.fan_form == "sequence" and group.size() > 1:
             heads = all_to_all_sp2hp(values, group)  # `values` are all heads of a part of the sequence
-            return heads.unflatten(0, (-1, values.shape[1]))
+            return heads.unflatten(0, (-1, values.shape[1]))  # megatron-core has joined s and b
         heads = values.chunk(group.size(), dim=-1)[group.rank()]  # `values` are whole on every rank
         return heads.clone() if self.fan.activation.recompute else heads  # a view would keep the whole for backward
 

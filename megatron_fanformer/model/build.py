@@ -62,7 +62,7 @@ def transformer_config(
         recompute_granularity=parallel.recompute_granularity,
         recompute_method=parallel.recompute_method,
         recompute_num_layers=parallel.recompute_num_layers,
-        recompute_modules=[module for module in parallel.recompute_modules if module != "fan"],  # the layer spec does
+        recompute_modules=[name for name in parallel.recompute_modules if name != "fan"],  # FAN recomputes itself
         gradient_accumulation_fusion=bool(kernels.gradient_accumulation_fusion) and grid.has_fused_gradient_kernel,
         # The Engine's kernel, with the angles in float32. megatron-core's other fusions are for layers that this model
         # does not have: megatron-core's softmax, apex's norms, bias and dropout.
@@ -100,7 +100,7 @@ def _pipeline_fields(parallel: ParallelConfig, grid: RankGrid) -> dict[str, Any]
 
 
 def _stage_sizes(parallel: ParallelConfig) -> dict[str, Any]:
-    """Return the fields that state how many layers the stages have; all are None if every stage has as many."""
+    """Return the fields that state how many layers the stages have; all are None if stages have equal numbers."""
     text = parallel.pipeline_model_parallel_layout
     return {
         # Parsed and written again, because megatron-core stops reading at a space.
@@ -165,7 +165,7 @@ def build_stages(
     chunks = []
     for layers in _layers_of_chunks(model, parallel, grid, implementation, fp8_fan=precision.fp8_fan):
         chunk = _build_chunk(stage_type, layers, model, parallel, grid, config)
-        chunk.token_columns = min(max(model.vocab_size - grid.groups.tp.rank() * columns, 0), columns)
+        chunk.token_columns = min(max(model.vocab_size - grid.groups.tp.rank() * columns, 0), columns)  # not padding
         if chunk.post_process:
             _set_loss_head(chunk, columns, kernels, z_loss_coefficient, grid)
         if grid.device != "cpu":
@@ -224,7 +224,7 @@ def _build_chunk(
         pg_collection=groups,
         vp_stage=layers.chunk if parallel.virtual_stages > 1 else None,
     )
-    if model.rope_scaling.is_scaled:  # in every layout and cache megatron-core computes all angles from `inv_freq`
+    if model.rope_scaling.is_scaled:  # `inv_freq` gives all angles, in every layout and with a cache
         rotary = chunk.rotary_pos_emb
         rotary.inv_freq = model.rope_scaling.frequencies(model.rotary_base, model.kv_channels).to(rotary.inv_freq)
     return chunk
@@ -269,11 +269,11 @@ def draw_weight(config: FANformerConfig, name: str, shape: tuple[int, ...], gene
 
 
 def initial_std(config: FANformerConfig, name: str) -> float:
-    """Return the standard deviation of initial weights; of the maps back to the residual stream it falls with depth."""
+    """Return the standard deviation of initial weights; in maps back to the residual stream, it falls with depth."""
     maps_back = {"linear_proj.weight": config.hidden_size, "linear_fc2.weight": config.ffn_hidden_size}  # input widths
     width = next((width for ending, width in maps_back.items() if name.endswith(ending)), None)
     if width is None:
         return (1 / config.hidden_size) ** 0.5
     match = _LAYER.search(name)
     assert match, f"{name} is not a layer's weight"
-    return (1 / (2 * width * (int(match[1]) + 1))) ** 0.5
+    return (1 / (2 * width * (int(match[1]) + 1))) ** 0.5  # names count layers from 0

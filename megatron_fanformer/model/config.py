@@ -154,7 +154,7 @@ class FANformerConfig:
 
     @property
     def fan_rows(self) -> int:
-        """Rows of a layer's FAN map in front of attention, for X_F and the values; 0 without the map."""
+        """Rows of a layer's FAN map in front of attention; 0 without the map. A periodic row makes cos p and sin p."""
         return sum(width for width, _ in self.fan.outputs(self.hidden_size, self.value_size)) - self.periodic_units
 
     @property
@@ -171,7 +171,7 @@ class FANformerConfig:
     def num_parameters(self) -> int:
         """Number of weights of the model, with the vocabulary's padding; tied weights count once."""
         embeddings = self.padded_vocab_size * self.hidden_size * (1 + self.untie_embeddings_and_output_weights)
-        return embeddings + self.num_layers * self.placement.parameters(self) + self.hidden_size
+        return embeddings + self.num_layers * self.placement.parameters(self) + self.hidden_size  # the final norm
 
     def resolved_fields(self) -> dict[str, Any]:
         """Return the fields by dotted names, in one form: configurations of equal models have equal fields."""
@@ -214,14 +214,14 @@ class FANformerConfig:
 
 
 def p_ratio_of(periodic_size: int, hidden_size: int) -> float:
-    """Return the p_ratio that gives `periodic_size` rows: the quotient, or the next float if it gives a row too few."""
+    """Return the p_ratio that gives `periodic_size` rows: the quotient, or the next float if rounding costs a row."""
     p_ratio = periodic_size / hidden_size
     return p_ratio if int(p_ratio * hidden_size) == periodic_size else math.nextafter(p_ratio, 1.0)
 
 
 def nearest_p_ratio(p_ratio: float, width: int, ranks: int) -> float | None:
-    """Return the nearest p_ratio for which the ranks can share a map to that width evenly; None if there is none."""
-    if width % ranks:
+    """Return the nearest p_ratio at which periodic and linear rows are multiples of `ranks`; None if there is none."""
+    if width % ranks:  # the width is twice the periodic rows, plus the linear rows
         return None
     periodic = round(int(p_ratio * width) / ranks) * ranks
     return p_ratio_of(min(periodic, width // 2 // ranks * ranks), width)  # p_ratio is at most 0.5
@@ -330,10 +330,10 @@ class PrecisionConfig:
 TransformerImpl = Literal["auto", "local", "transformer_engine"]
 
 LOGITS_BYTES_ON_CPU, LOGITS_BYTES_ON_GPU = 200 * 2**20, 400 * 2**20
-"""Logits that the loss head holds at a time. Every chunk of tokens reads and writes the whole gradient of the weight,
-which must take little time beside the matrix products. Measured on a CPU in float32 (vocabulary 50304, width 512),
-chunks of 512 tokens cost 3% more than chunks of 1,024, and 64 tokens 50% more; in bf16 on AMX a step takes 2% longer
-with 1,024 than with 2,048; a Hopper GPU's products in bf16 are so fast that it needs some 4,000 tokens."""
+"""Bytes of logits that the loss head holds at a time. Every chunk of tokens reads and writes the whole gradient of the
+weight, which must take little time beside the matrix products. Measured on a CPU in float32 (vocabulary 50304, width
+512), chunks of 512 tokens cost 3% more than chunks of 1,024, and 64 tokens 50% more; in bf16 on AMX a step takes 2%
+longer with 1,024 than with 2,048; a Hopper GPU's products in bf16 are so fast that it needs some 4,000 tokens."""
 ALIGNED_TOKENS = 64  # chunks are multiples of it: matrix units prefer whole tiles
 
 

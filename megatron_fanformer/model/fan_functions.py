@@ -3,8 +3,8 @@
 These functions gather the pre-activation p | g over the ranks, take cos and sin, and go back in backward.
 
 Shapes: s sequence, b micro batch, n = s b tokens, t tensor parallel ranks (T of them), h hidden size, w width of an
-output, P periodic and G linear rows of an output, v = G, k a rank's rows of all outputs, r a rank's rows of one output,
-o a rank's rows of the layer that reads X_F.
+output, P periodic and G linear rows of an output, v = G the width of g, k a rank's rows of all outputs, r a rank's rows
+of one output, o a rank's rows of the layer that reads X_F.
 """
 
 from collections.abc import Sequence
@@ -97,13 +97,13 @@ class FANShard(NamedTuple):
         return self._ranges([(periodic, periodic, linear) for periodic, linear in self.outputs])
 
     def _ranges(self, outputs: Sequence[tuple[int, ...]]) -> list[RowRange]:
-        """Return the ranges of the parts of each output, given a rank's sizes of the parts, as (P / T, G / T).
+        """Return the range of each part of each output; `outputs` states the sizes of a rank's parts: (P / T, G / T).
 
-        In the whole, each part is that of rank 0, then that of rank 1, ...; then comes the next part.
+        A whole output consists of the first parts of rank 0, rank 1, ..., then of their second parts, and so on.
         """
         ranges, start = [], 0
         for number, sizes in enumerate(outputs):
-            part_start = 0  # of all ranks' part, in the whole
+            part_start = 0  # where the parts of all ranks begin in the whole
             for size in sizes:
                 whole_start = part_start + self.rank * size
                 ranges.append(RowRange(number, start, start + size, whole_start, self.ranks * sum(sizes)))
@@ -210,8 +210,8 @@ class FANActivationAndProduct(torch.autograd.Function):
     """`FANActivation`, and the product of its first output, X_F, with a weight.
 
     The two are one function because of the order in backward: the gradient of p | g needs only the product's input
-    gradient, so the ranks sum it while they compute the weight's gradient. If the outputs are recomputed, only this
-    rank's p | g is kept; backward gathers all ranks' p | g again while it computes the product's input gradient.
+    gradient, so the ranks sum the former while they compute the weight's gradient. If the outputs are recomputed, only
+    this rank's p | g is kept; backward gathers all ranks' p | g again while it computes the product's input gradient.
     """
 
     @staticmethod
@@ -236,7 +236,7 @@ class FANActivationAndProduct(torch.autograd.Function):
         gathered = activation.gather(kept[0]) if activation.recompute else None  # then only p | g is kept
         grad_x_f = grad_sbo.matmul(weight_oh)
         if gathered is None:
-            outputs, kept_g = kept[: 1 + len(grads)], kept[1 + len(grads) :]
+            outputs, kept_g = kept[: 1 + len(grads)], kept[1 + len(grads) :]  # 1: X_F
         else:
             outputs, kept_g = activation.activate(gathered.wait())
         grad_pre = activation.reduce_scatter(activation.differentiate(outputs, kept_g, [grad_x_f, *grads]))

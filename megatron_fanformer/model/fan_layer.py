@@ -59,7 +59,7 @@ class FANProjection(MegatronModule):
 
     In the `column` form every rank has the whole outputs, and the gradient of p | g is summed over the ranks: the next
     layer must not sum its input gradient (see `ActivatedColumnParallelLinear`). Under sequence parallelism X is this
-    rank's part of the sequence, and the map gathers X. In the `sequence` form X and the outputs are such parts.
+    rank's part of the sequence, and the map gathers X. In the `sequence` form the outputs are of that part, too.
 
     Args:
         linear: builds the linear map, column parallel or replicated to suit the form, with the input norm fused or not.
@@ -134,7 +134,7 @@ class FANProjection(MegatronModule):
 
 
 def without_sequence_parallel(config: TransformerConfig) -> TransformerConfig:
-    """Return a copy for the layer after FAN, which must not gather the sequence: every rank has its whole input."""
+    """Return a copy for the layer that reads the whole X_F on every rank, and so must not gather the sequence."""
     config = copy.copy(config)
     config.sequence_parallel = False
     return config
@@ -173,7 +173,7 @@ def whole_tensor_factory(
 
     Args:
         names: how the key of each output's whole tensor ends; the parameter's own key ends with the first name.
-        ranges: the whole parameter, one range after the other.
+        ranges: the ranges that the parameter consists of, in order.
         dim: 0 for ranges of rows, 1 for ranges of columns.
     """
     axes_before = sharded.prepend_axis_num  # 1 in stock Megatron, which stacks layers along an axis in front; else 0
@@ -185,7 +185,7 @@ def whole_tensor_factory(
         for output, start, end, whole_start, whole in ranges:
             global_offset, global_shape = list(sharded.global_offset), list(sharded.global_shape)
             global_offset[axes_before + dim], global_shape[axes_before + dim] = whole_start, whole
-            data = tensor.narrow(dim, start, end - start)[(None,) * axes_before]
+            data = tensor.narrow(dim, start, end - start)[(None,) * axes_before]  # with the axes in front
             shards.append(
                 replace(
                     sharded,
@@ -204,6 +204,6 @@ def whole_tensor_factory(
 
     @torch.no_grad()
     def merge(parts: list[Tensor]) -> Tensor:
-        return torch.cat([part.flatten(0, axes_before) for part in parts], dim)
+        return torch.cat([part.flatten(0, axes_before) for part in parts], dim)  # without the axes in front
 
     return ShardedTensorFactory(sharded.key, sharded.data, build, merge, sharded.replica_id)

@@ -26,8 +26,8 @@ def _tensor_problems(model: FANformerConfig, tp_size: int) -> Iterator[str]:
 
     def is_valid(ranks: int) -> bool:
         has_whole_groups = groups % ranks == 0
-        # Ranks that share a group each make an equal part of the rows of its queries, keys and values. megatron-core
-        # gathers the parts; it does not gather values that a FAN layer makes.
+        # If ranks share a group, each rank makes an equal part of the group's rows of queries, keys and values.
+        # megatron-core gathers these parts, but not the values that a FAN layer makes.
         can_share_groups = not model.placement.has_own_values and ranks % groups == 0 and model.qkv_rows % ranks == 0
         return has_whole_groups or can_share_groups
 
@@ -83,7 +83,7 @@ def fan_recompute_problems(model: FANformerConfig, tp_size: int) -> Iterator[str
             f"{start} model.fan.placement is {placement.name}, so that there is no FAN map in front of attention to "
             f"recompute; {remedy}"
         )
-    # On one rank attention keeps the map's values anyway: X_F is freed (and a GELU's g), and p | g kept in their place.
+    # On one rank: recomputation frees X_F (and g under a GELU) and keeps p | g; attention keeps the values in any case.
     frees_only_x_f = placement.has_own_values and tp_size == 1 and model.fan.activation != "gelu"
     if frees_only_x_f and model.fan_rows >= model.hidden_size:
         yield (

@@ -94,7 +94,7 @@ def layout_fields(text: str) -> dict[str, Any]:
 
 
 def configured_layout(parallel: ParallelConfig, kernels: KernelsConfig) -> tuple[str, Layout]:
-    """Return a configuration's text, which states the fields that differ from `single_process`, and its layout."""
+    """Return a layout's text and the layout; the text omits fields that are None or as in `single_process`."""
     single = single_process(kernels.transformer_impl)
     sections: tuple[tuple[Any, Any], ...] = ((parallel, single.parallel), (kernels, single.kernels))
     stated = {

@@ -193,7 +193,7 @@ class RMSNorm(torch.nn.Module):
 
 
 def weight_gradient(weight_oh: Any, grad_no: Tensor, x_nh: Tensor, *, fuses_accumulation: bool) -> Tensor | None:
-    """Return the gradient of a weight; if accumulation is fused, add the gradient to `main_grad`, return a stand-in."""
+    """Return the gradient of a weight; if accumulation is fused, add it to `main_grad`, and return a stand-in."""
     if not (fuses_accumulation and hasattr(weight_oh, "main_grad")):
         return grad_no.t().matmul(x_nh)
     add_product(weight_oh.main_grad, grad_no, x_nh)

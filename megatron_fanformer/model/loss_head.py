@@ -142,11 +142,11 @@ class _LossHeadFunction(torch.autograd.Function):
             x_sbh = gather_from_sequence_parallel_region(x_sbh, group=head.tp_group)
         x_nh = x_sbh.flatten(0, 1)
         labels_n, mask_n = labels_sb.reshape(-1), mask_sb.reshape(-1)
-        kept_n = None if is_differentiated else mask_n.nonzero().squeeze(1)  # the tokens whose losses are asked for
+        kept_n = None if is_differentiated else mask_n.nonzero().squeeze(1)  # tokens whose weight is not 0; None: all
         if kept_n is not None:
             x_nh, labels_n, mask_n = x_nh[kept_n], labels_n[kept_n], mask_n[kept_n]
         losses_n = torch.empty(len(x_nh), dtype=torch.float32, device=x_nh.device)
-        tensors_n = (x_nh, labels_n, mask_n, losses_n)
+        tensors_n = (x_nh, labels_n, mask_n, losses_n)  # without tokens, each would be split into one empty chunk
         first_row = head.tp_group.rank() * head.output_size_per_partition
         buffer_cv = x_nh.new_empty((min(head.chunk_tokens, len(x_nh)), len(weight_vh)))
         chunks = zip(*(t.split(head.chunk_tokens) for t in tensors_n), strict=True) if len(x_nh) else ()
@@ -192,7 +192,7 @@ def _scale_of(grad_sb: Tensor, mask_sb: Tensor) -> Tensor:
     Raises RuntimeError if there is no such factor; on a GPU, which is not waited for, at the next synchronization.
     """
     grad, mask = grad_sb.double(), mask_sb.double()
-    scale = (grad * mask).sum() / (mask * mask).sum().clamp_min(torch.finfo(torch.float32).tiny)
+    scale = (grad * mask).sum() / (mask * mask).sum().clamp_min(torch.finfo(torch.float32).tiny)  # by least squares
     difference = (grad - scale * mask).abs().max()
     torch._assert_async(
         difference <= SAME_WEIGHTS * (scale * mask).abs().max(),
@@ -241,14 +241,14 @@ class _Gradients:
         self._reduction = dist.reduce_scatter_tensor(self.x_grad_nh, self._unreduced, group=group, async_op=True)
 
     def scaled(self, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the gradients of the hidden states and of the weight times `scale`; None: as they are."""
+        """Return the gradients of the hidden states and of the weight, multiplied by `scale` unless it is None."""
         if self._reduction is not None:
             self._reduction.wait()
             self._unreduced = None
         x_grad_sbh = self.x_grad_nh.view(self.shape)
         if scale is not None:
             x_grad_sbh.mul_(scale)
-        if self.is_in_main_grad:
+        if self.is_in_main_grad:  # the weight's gradient is there already, and cannot be scaled: `scale` is None
             return x_grad_sbh, stand_in(self.weight)
         if self.weight_grad_vh is not None and scale is not None:
             self.weight_grad_vh.mul_(scale)

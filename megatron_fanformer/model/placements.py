@@ -185,7 +185,7 @@ class Placement:
 
     def parameters_per_ffn_unit(self, model: "FANformerConfig") -> float:
         """Return how many weights a layer gains if `ffn_hidden_size` grows by one."""
-        return 3 * model.hidden_size
+        return 3 * model.hidden_size  # a row of the gate, a row of up, and a column of the second matrix
 
     # -- modules
 
@@ -225,7 +225,7 @@ QK_ROWS = Size("(n + k) d", lambda model: model.qkv_rows)
 
 
 def fan_tensors(name: str, shape: tuple[Size, ...], reference: str | None, hf: str) -> tuple[LayerTensor, LayerTensor]:
-    """Return the weight (of this shape) and the bias of a FAN map; `reference` is None if the authors have no map."""
+    """Return the weight (of this shape) and the bias of a FAN map; `reference`: None if the authors have no map."""
 
     def tensor(part: str, shape: tuple[Size, ...], exists_in: Callable[["FANformerConfig"], bool]) -> LayerTensor:
         reference_names = () if reference is None else (f"{reference}.{part}",)

@@ -73,10 +73,10 @@ class RopeScalingConfig:
         return None if factor == 1 else factor**2 / math.sqrt(head_size)
 
     def frequencies(self, base: float, head_size: int) -> "Tensor":
-        """Return the scaled angle a position of each pair of a head, [head_size / 2] in float32, as in transformers."""
+        """Return the scaled angle by which each pair of a head turns per position, [head_size / 2] in float32."""
         import torch
 
-        powers = base ** (torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)
+        powers = base ** (torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)  # 1 / angle, unscaled
         assert self.factor is not None, "problems() demands it of scaled positions"
         if self.rope_type == "linear":
             return 1.0 / powers / self.factor
@@ -97,7 +97,7 @@ class RopeScalingConfig:
         low, high = pair_with_turns(self.beta_fast), pair_with_turns(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, head_size - 1)
+        low, high = max(low, 0), min(high, head_size - 1)  # the limits of transformers
         return low, high + (0.001 if low == high else 0)  # their difference is a divisor
 
     def problems(self) -> list[str]:

@@ -111,7 +111,7 @@ def can_take(*tensors: Tensor) -> bool:
 
 
 def _is_readable(tensor: Tensor) -> bool:
-    """Return whether a tensor has its content on a CPU; simulated tensors have none, and tracers see no kernels."""
+    """Return whether kernels can read a tensor: a plain one (not simulated or traced), on a CPU, and dense in rows."""
     return type(tensor) in (Tensor, Parameter) and tensor.device.type == "cpu" and tensor.stride(-1) == 1
 
 
