@@ -150,5 +150,5 @@ def take_lock(path: Path, *, wait: bool) -> int | None:
         if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
             return descriptor
         os.close(descriptor)
-        if not wait:
+        if not wait:  # else open the file that is there now
             return None

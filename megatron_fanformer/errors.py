@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 
-_USERINFO = re.compile(r"://([^\s/@]*|[^\s/:@]*:[^\s@]*)@")
+_USERINFO = re.compile(r"://([^\s/@]*|[^\s/:@]*:[^\s@]*)@")  # a user, or a user and a password, which may contain "/"
 
 
 def redacted(text: str) -> str:

@@ -68,7 +68,7 @@ class _FANLayer:
         tp_group: Any = self.tp_group  # type: ignore[attr-defined]
         x1 = FANOutput.of_width(output_size if self.divides_rows else input_size, fan.p_ratio)
         self.shard = FANShard.of_rank(tp_group.rank(), tp_group.size(), [x1])
-        # A rank activates its own part of x1, or the summed p2 | g2: either way nothing is gathered.
+        # The first layer activates this rank's part of x1, the second the summed p2 | g2: neither gathers anything.
         local_output = self.shard.outputs[0] if self.divides_rows else output
         self.activation = Activation(FANShard(1, 0, (local_output,)), None, fan.activation == "gelu")  # as on one rank
 

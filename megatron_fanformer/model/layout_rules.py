@@ -95,7 +95,7 @@ def fan_recompute_problems(model: FANformerConfig, tp_size: int) -> Iterator[str
 def _pipeline_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[str]:
     stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_stages
     first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
-    layers = parallel.layers_per_stage(model.num_layers)
+    layers = parallel.layers_per_stage(model.num_layers)  # None: the layers do not divide over the stages
     if parallel.pipeline_model_parallel_layout is not None:
         if layers is not None and sum(layers) != model.num_layers:
             yield (

@@ -43,7 +43,7 @@ class LossHead(ColumnParallelLinear):
 
         Args:
             chunk_tokens: number of tokens in a chunk.
-            z_loss_coefficient: factor of (log Z)², which is added to the differentiated loss of each token; Z is the
+            z_loss_coefficient: factor of the term (log Z)² in the loss of each token that is differentiated; Z is the
                 sum of the exponentials of the token's logits.
         """
         if type(output_layer) is ColumnParallelLinear:

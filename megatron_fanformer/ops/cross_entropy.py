@@ -63,7 +63,7 @@ def write_loss_gradient(
     log_total_c = total_c.log()
     torch.sub(log_total_c, label_c, out=losses_c)  # both are relative to the largest logit
     divisor_c = sum_c if logits_cv.dtype != torch.float32 else 1.0  # what `exponentials` has divided by
-    share_c = (divisor_c * factor_c / total_c).clamp_min(SMALLEST_SHARE)  # times logits_cv: probabilities
+    share_c = (divisor_c * factor_c / total_c).clamp_min(SMALLEST_SHARE)  # share_c * logits_cv: probabilities
     log_sum_c = log_total_c + greatest_c
     if is_differentiated:
         probability_c = label_c.exp() / total_c
@@ -71,7 +71,7 @@ def write_loss_gradient(
             scale_c = 1 + 2 * z_loss_coefficient * log_sum_c
             scale_c = scale_c.where(scale_c.abs() >= SMALLEST_SCALE, SMALLEST_SCALE)
             probability_c, share_c = probability_c * scale_c, share_c * scale_c
-        below_one_c = probability_c - 1  # the gradient of the label's logit, rounded once
+        below_one_c = probability_c - 1  # the label's gradient, rounded once; the caller multiplies by share_c
         logits_cv[rows, columns] = (below_one_c / share_c).to(logits_cv.dtype).where(is_local, logits_cv[rows, columns])
     return ChunkFactors(share_c, log_sum_c)
 
@@ -125,7 +125,7 @@ def exponentials_in_torch(logits_cv: Tensor) -> tuple[Tensor, Tensor]:
     is_on_cpu = logits_cv.device.type == "cpu"
     cached_bytes = CACHED_BYTES_PER_THREAD * torch.get_num_threads() if is_on_cpu else CACHED_BYTES_GPU
     greatest, sums = [], []
-    for logits in logits_cv.split(max(1, cached_bytes // (4 * logits_cv.shape[1]))):
+    for logits in logits_cv.split(max(1, cached_bytes // (4 * logits_cv.shape[1]))):  # 4: bytes of float32
         values = logits.float()  # float32 logits are not copied
         row_greatest = values.amax(-1, keepdim=True)
         row_sum = values.sub_(row_greatest).exp_().sum(-1, keepdim=True)

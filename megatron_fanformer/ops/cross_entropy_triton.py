@@ -1,4 +1,4 @@
-"""Turns logits [c tokens, V] into exponentials by one Triton kernel, a program for each row.
+"""Turns logits [c, V] of c tokens into exponentials by one Triton kernel, a program for each row.
 
 The first pass over a row finds the largest logit and the sum of exponentials relative to it. The second pass writes;
 the row (100 KB of bfloat16 at a vocabulary of 50304) is then still in the GPU's L2 cache.

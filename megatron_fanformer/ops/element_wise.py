@@ -55,8 +55,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        high = torch.promote_types(x.dtype, torch.float32)
-        x_high = x.to(high)
+        x_high = x.to(torch.promote_types(x.dtype, torch.float32))
         scale = x_high.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
         return (x_high * scale).mul_(weight).to(x.dtype)
