@@ -82,7 +82,7 @@ def resolve_for_machine(config: RunConfig, machine: Machine) -> RunConfig:
 
 def check_formats(config: RunConfig, machine: Machine) -> None:
     """Raise InputError if a machine lacks the number formats or the FP8 recipe of a resolved configuration."""
-    machine.flops_per_second(config.precision.dtype)  # raises if the machine has none, as the next call
+    machine.flops_per_second(config.precision.dtype)  # raises if the machine lacks it, as does the call for fp8
     if config.precision.fp8:
         machine.flops_per_second("fp8")
         if config.precision.fp8_recipe == "mxfp8" and not machine.has_mxfp8:

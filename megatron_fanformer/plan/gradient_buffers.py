@@ -93,7 +93,7 @@ def weights(model: FANformerConfig, parallel: ParallelConfig, chunk: Chunk) -> l
     if chunk.has_embedding:
         held.insert(0, Weight("embedding.word_embeddings.weight", matrix_elements, is_shared=has_two_copies))
     if chunk.has_head:
-        held.append(Weight("decoder.final_layernorm.weight", model.hidden_size, parallel.sequence_parallel))
+        held.append(Weight("decoder.final_layernorm.weight", model.hidden_size, is_partial=parallel.sequence_parallel))
         if not is_tied or has_two_copies:
             held.append(Weight("output_layer.weight", matrix_elements, is_shared=has_two_copies))
     return held
@@ -115,7 +115,7 @@ def layer_weights(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[
     has_biases = placement.has_fan_mlp and model.fan.bias
     yield Weight("input_layernorm.weight", h, is_partial)
     yield Weight("self_attention.linear_proj.weight", model.num_attention_heads // ranks * model.kv_channels * h)
-    if placement.has_own_values:  # its attention has the FAN map before QKV
+    if placement.has_own_values:  # the attention of this placement has the FAN map before QKV
         yield from (*fan, qkv, *head_norms)
     else:
         yield from (qkv, *head_norms, *(fan if model.has_fan else ()))
@@ -196,7 +196,7 @@ def gradient_buffer(
     for weight in reversed(held):
         has_own_bucket = weight.is_shared and is_sharded
         start = _round_up(start, alignment)
-        if has_own_bucket and start > bucket_start:
+        if has_own_bucket and start > bucket_start:  # end the bucket of the weights before
             bucket_start = start = _round_up(start, unit)
             ends.append(start)
         starts.append(start)

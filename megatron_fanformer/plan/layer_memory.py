@@ -14,7 +14,7 @@ from typing import NamedTuple
 from megatron_fanformer.plan.job import Job
 
 FLOAT = 4  # statistics, and other tensors in float32
-FP8_BLOCK = 32  # numbers; with recipes of blocks a scale of one byte (mxfp8), or of four for 128, goes with them
+FP8_BLOCK = 32  # numbers for each byte of scales: mxfp8 has a byte for 32 numbers, blockwise four bytes for 128
 ID_BYTES = 8
 
 
@@ -91,7 +91,7 @@ class LayerShapes:
 def layer_memory(job: Job) -> Rise:
     """Return the memory of a layer, without tensors that are recomputed selectively.
 
-    Backward peaks in the MLP, which goes first, or in core attention, when what follows it in forward is freed.
+    Backward begins in the MLP, and peaks there or in core attention, once all saved after core attention is freed.
     """
     shapes = LayerShapes(job)
     mlp, attention = _mlp(shapes), core_attention(shapes)
@@ -138,7 +138,7 @@ def core_attention(shapes: LayerShapes) -> Rise:
         gradients += 2 * ranks * keys_and_values + keys_and_values * (2 * ranks + 1) // 2
     if job.parallel.exchanges_heads:
         copies += context  # of this rank's heads; the map after the exchange keeps the context of this rank's tokens
-    if job.parallel.recomputes("core_attn"):
+    if job.parallel.recomputes("core_attn"):  # which makes the copies, `kept` and the context again
         return Rise(inputs, shapes.stream + gradients + copies + kept + context)
     return Rise(kept_inputs + copies + kept, shapes.stream + gradients)
 
@@ -155,8 +155,8 @@ def _attention_inputs(shapes: LayerShapes) -> tuple[int, int, int]:
     ranks, is_grouped = job.parallel.context_parallel_size, shapes.queries > shapes.values
     if ranks > 1 and not job.parallel.exchanges_heads:
         # Local attention computes the rank's two chunks one after the other. It keeps the output of each chunk beside
-        # their joined output, and all ranks' keys and values. Of grouped queries it keeps, in place of these, the keys
-        # and values that each chunk sees (as in `core_attention`), repeated for the heads of a group.
+        # their joined output, and all ranks' keys and values. If queries are grouped, it keeps instead the keys and
+        # values that each chunk sees (2 * ranks + 1 halves), repeated for the heads of a group: as wide as queries.
         visible = 2 * queries * (2 * ranks + 1) // 2 if is_grouped else ranks * 2 * keys
         return inputs, queries, visible + queries
     return (inputs, queries, 2 * queries) if is_grouped else (inputs, inputs, 0)  # repeated keys and values
@@ -172,7 +172,7 @@ def _kept_values(shapes: LayerShapes) -> tuple[int, bool]:
         return outputs * shapes.whole(shapes.qkv), True
     if shapes.job.parallel.recomputes("fan") or not shapes.is_column:
         return shapes.whole(shapes.values), False
-    return 0, shapes.tensor > 1  # FAN has the values of all heads on every rank
+    return 0, shapes.tensor > 1  # FAN has the values of all heads on every rank; the rank's own are a view of them
 
 
 def _mlp(shapes: LayerShapes) -> Rise:
@@ -181,23 +181,23 @@ def _mlp(shapes: LayerShapes) -> Rise:
     norm_saved = shapes.stream + (0 if shapes.is_engine else shapes.statistics)
     operations = list(_fan_mlp(shapes) if has_fan_mlp else _swiglu_mlp(shapes))
     norm_output, saved_by_all = operations[0].saved, sum(operation.saved for operation in operations)
-    held = peak = saved_by_all
+    freed = working = 0  # `working`: the most that backward adds to all that is saved
     for saved, backward in reversed(operations):  # backward of an operation frees what the operation saved
-        peak = max(peak, held + backward)
-        held -= saved
+        working = max(working, backward - freed)
+        freed += saved
     kept = saved_by_all
-    if parallel.recomputes("mlp"):  # from the norm's output
+    if parallel.recomputes("mlp"):  # from the norm's output or, if the Engine fuses the norm, from the norm's input
         kept = 0 if shapes.is_engine else norm_output
     if parallel.recomputes("layernorm") and not shapes.is_engine:
         norm_saved, kept = shapes.stream, kept - norm_output
     recomputed = saved_by_all - kept
     if parallel.recomputes("mlp") and not has_fan_mlp:
         recomputed += shapes.stream  # the MLP's output, which a FAN MLP has among `saved`, since its backward reads it
-    # The norm's backward, once `kept` is freed: gradients of input and output; on a CPU one, and float32 copies.
+    # The norm's backward, once `kept` is freed: gradients of input and output, or on a CPU one and float32 copies.
     on_cpu = shapes.job.on_cpu and not shapes.is_engine
     number_bytes = (shapes.element + (3 if shapes.element < FLOAT else 2) * FLOAT) if on_cpu else 2 * shapes.element
     norm_backward = shapes.stream + shapes.part_tokens * shapes.hidden * number_bytes
-    return Rise(norm_saved + kept, max(recomputed + peak - saved_by_all, norm_backward - kept))
+    return Rise(norm_saved + kept, max(recomputed + working, norm_backward - kept))
 
 
 def _swiglu_mlp(shapes: LayerShapes) -> Iterator[Rise]:
@@ -233,7 +233,7 @@ def _fan_mlp(shapes: LayerShapes) -> Iterator[Rise]:
 def _first_map(shapes: LayerShapes, rows: int) -> Rise:
     """Return the memory of the MLP's first map, with `rows` rows on this rank. The map keeps the norm's output.
 
-    Under sequence parallelism backward gathers the input again, and keeps a part of the sum of the input's gradients.
+    Under sequence parallelism backward gathers the input again, and keeps this rank's part of the input gradients' sum.
     """
     saved = shapes.kept_input(shapes.part_tokens, shapes.hidden, is_fp8=shapes.is_fp8)
     gradients = shapes.stream + shapes.whole(rows + shapes.hidden) + shapes.weight_gradient(rows, shapes.hidden)
@@ -261,9 +261,9 @@ def loss_head(shapes: LayerShapes) -> Rise:
         products = shapes.whole(hidden) + (shapes.stream if shapes.is_sharded else 0)
         products += shapes.weight_gradient(columns, hidden)
         return Rise(saved, shapes.stream + max(softmax_beside_logits, logits + products))
-    # The chunked head computes gradients in forward; backward returns the input's, and a dummy for the weight's.
+    # The chunked head computes gradients in forward; backward returns the input's, and a dummy for an untied weight's.
     chunk = min(shapes.tokens, job.kernels.loss_chunk_tokens(columns, element, on_cpu=job.on_cpu))
-    scaled = chunk * hidden * (FLOAT + (element if element < FLOAT else 0))  # hidden states, times a factor each
+    scaled = chunk * hidden * (FLOAT + (element if element < FLOAT else 0))  # hidden states, each times a factor
     forward = shapes.stream + shapes.gathered + shapes.whole(hidden) + chunk * columns * element + scaled
     is_tied_here = not job.model.untie_embeddings_and_output_weights and job.stages == 1
     return Rise(saved, max(forward, shapes.stream + (0 if is_tied_here else shapes.vocabulary_weight)))

@@ -164,7 +164,7 @@ def _matrix(model: FANformerConfig, weight: Weight, tensor: int) -> Matrix:
     """Return the matrix of which `weight` is the part of one of `tensor` tensor parallel ranks."""
     tensor_of_layer = model.placement.tensor(weight.name)
     *_, columns = (size.value(model) for size in tensor_of_layer.shape)
-    rows = weight.elements * (1 if weight.is_partial else tensor) // columns  # one weight may hold two FAN maps
+    rows = weight.elements * (1 if weight.is_partial else tensor) // columns  # not `shape`'s: it may hold two FAN maps
     heads_of_group = model.num_attention_heads // model.query_groups
     group_rows = tensor_of_layer.rows_of_group(heads_of_group, model.kv_channels)
     part_rows = tuple(model.query_groups * part for part in group_rows) or (rows,)  # Q, K and V apart

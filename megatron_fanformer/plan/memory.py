@@ -116,8 +116,7 @@ def _chunk_weights(job: Job, stage: int, chunk: Chunk) -> _ChunkWeights:
     """Count the elements of a chunk's weights in the gradient buffer, and those that the rank updates."""
     held, is_limited = weights(job.model, job.parallel, chunk), limits_buckets(job.parallel, stage, chunk)
     buffer = gradient_buffer(held, job.parallel, job.data_parallel_size, is_limited=is_limited)
-    is_sharded = job.parallel.use_distributed_optimizer
-    updated = buffer.shard_elements(job.state_ranks) if is_sharded else buffer.elements
+    updated = buffer.shard_elements(job.state_ranks) if job.parallel.use_distributed_optimizer else buffer.elements
     return _ChunkWeights(held, buffer.ends[-1], updated)
 
 
@@ -149,16 +148,16 @@ def _buffers(shapes: LayerShapes, stage: int, held: list[Chunk]) -> dict[str, in
         lines["Transformer Engine's dummy weight gradients"] = _dummy_gradients(shapes, held)
     elif shapes.is_sharded:
         lines["buffer of the sequence's gather"] = shapes.gathered
-    alternates = _passes_ahead(job, stage) < len(held) * job.num_micro_batches - 1  # forward with backward
+    alternates = _passes_ahead(job, stage) + 1 < len(held) * job.num_micro_batches  # the last forward comes later
     if job.parallel.virtual_stages > 1 and alternates:
         lines["pipeline receive buffers"] = PREFETCHED * shapes.stream
-    samples = job.micro_batch_size * job.model.seq_length * SAMPLE_BYTES
-    lines["samples and rotary angles"] = samples + len(held) * job.model.seq_length * job.model.kv_channels * FLOAT
+    samples, angles = job.micro_batch_size * SAMPLE_BYTES, len(held) * job.model.kv_channels * FLOAT  # of a position
+    lines["samples and rotary angles"] = job.model.seq_length * (samples + angles)
     return lines
 
 
 def _dummy_gradients(shapes: LayerShapes, held: list[Chunk]) -> int:
-    """Return the bytes of the dummies, one for each shape of weight, in place of gradients that products add."""
+    """Return the bytes of the dummies that autograd gets in place of gradients, one for each shape of weight."""
     if not shapes.is_fused:
         return 0
     hidden = shapes.hidden
@@ -182,7 +181,7 @@ def _snapshots(shapes: LayerShapes, stage: int, held: list[Chunk]) -> Iterator[M
     passes = min(_passes_ahead(job, stage) + 1, len(held) * job.num_micro_batches)
     chunk_passes = Counter(number // job.stages % len(held) for number in range(passes))  # of each chunk
     kept = sum(count * rises[chunk].saved for chunk, count in chunk_passes.items())
-    # 1F1B keeps the last input gradient that it sent back and, in forward, the input of that gradient, too.
+    # 1F1B keeps the last input gradient that it sent back and, in the loss head, the input that belongs to it, too.
     sent = shapes.stream if stage > 0 and len(held) == 1 else 0
     for chunk, rise in zip(held, rises, strict=True):
         yield MemorySnapshot("backward of a layer", kept, rise.backward + sent)
@@ -191,7 +190,7 @@ def _snapshots(shapes: LayerShapes, stage: int, held: list[Chunk]) -> Iterator[M
             yield MemorySnapshot("loss head", kept + head.saved, head.backward + 2 * sent)
         if chunk.has_embedding:
             gradient = embedding_backward(shapes, has_head=chunk.has_head)
-            yield MemorySnapshot("gradient of the embedding", kept - rise.saved, gradient)  # the chunk's are freed
+            yield MemorySnapshot("gradient of the embedding", kept - rise.saved, gradient)  # its layers went first
 
 
 def _update(job: Job, stage: int, chunk_weights: list[_ChunkWeights]) -> MemorySnapshot:
@@ -204,8 +203,8 @@ def _update(job: Job, stage: int, chunk_weights: list[_ChunkWeights]) -> MemoryS
 
 def _passes_ahead(job: Job, stage: int) -> int:
     """Return how many forward passes of chunks a stage runs before forward and backward passes alternate."""
-    later, virtual = job.stages - 1 - stage, job.parallel.virtual_stages
-    ahead = later if virtual == 1 else 2 * later + (virtual - 1) * job.stages
+    later_stages, virtual = job.stages - 1 - stage, job.parallel.virtual_stages
+    ahead = later_stages if virtual == 1 else 2 * later_stages + (virtual - 1) * job.stages
     return min(ahead, virtual * job.num_micro_batches)
 
 
@@ -213,8 +212,8 @@ def _chunk_rise(shapes: LayerShapes, layer: Rise, layers: int) -> Rise:
     """Return the memory of a chunk of `layers` layers.
 
     With `full` recomputation, method `uniform` keeps one input for every `recompute_num_layers` layers, which are
-    recomputed together. `block` keeps the inputs of the first `recompute_num_layers` layers, recomputed one by one. By
-    then the backward of the other layers has freed all that those kept.
+    recomputed together. `block` recomputes the first `recompute_num_layers` layers one by one from their inputs; the
+    layers after them keep all that they save, and free it in their backward, before the first layers are recomputed.
     """
     parallel = shapes.job.parallel
     if not layers:
@@ -224,8 +223,8 @@ def _chunk_rise(shapes: LayerShapes, layer: Rise, layers: int) -> Rise:
     number = parallel.recompute_num_layers or 1
     if parallel.recompute_method == "uniform":
         return Rise(layers // number * shapes.stream, number * layer.saved + layer.backward)
-    recomputed = min(layers, number)
-    kept = layers - recomputed
+    recomputed, kept = min(layers, number), max(0, layers - number)
     kept_backward = layer.backward if kept else 0
-    recomputed_backward = layer.saved + layer.backward - kept * layer.saved if recomputed else 0
-    return Rise(recomputed * shapes.stream + kept * layer.saved, max(kept_backward, recomputed_backward))
+    kept_saved = kept * layer.saved  # freed before the recomputed layers' backward
+    recomputed_backward = layer.saved + layer.backward - kept_saved if recomputed else 0
+    return Rise(recomputed * shapes.stream + kept_saved, max(kept_backward, recomputed_backward))

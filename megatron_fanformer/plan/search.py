@@ -186,7 +186,7 @@ class RejectedClass:
     """Layouts that one rule rejects; a layout that breaks several rules is in several classes."""
 
     count: int
-    example: str  # name of one of these layouts, as `--layouts` reads it; if they do not fit, of that which needs least
+    example: str  # one of these layouts, as `--layouts` reads it; of layouts that do not fit, the one that needs least
     message: str  # by which `train`, too, refuses the example
 
 
@@ -262,9 +262,9 @@ def search(config: RunConfig, gpus: int, machine: Machine) -> Findings:
 
 
 def _classes(rejections: Iterable[tuple[str, Example]], name: Callable[[Example], str]) -> list[RejectedClass]:
-    """Group pairs of a message and an example, of which `name` returns the name, by messages without their numbers.
+    """Group rejections, pairs of a message and an example, by their messages without numbers; the largest class first.
 
-    The largest class comes first; it has the message and the name of its first example.
+    A class has the message of its first example, and the name that `name` returns for that example.
     """
     classes: dict[str, list[tuple[str, Example]]] = {}
     for message, example in rejections:

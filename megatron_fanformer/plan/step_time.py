@@ -114,7 +114,7 @@ def _layer(job: Job, machine: Machine, overlaps_tensor_parallel: bool) -> dict[s
     (rows, columns), (rows_2, columns_2) = model.ffn_maps
     mlp = rows * columns + rows_2 * columns_2  # elements of the weights
     maps = model.hidden_size * (model.qkv_rows + queries_width) + mlp
-    fan_tokens = part_tokens if model.has_fan and not job.has_column_fan else tokens / ranks  # as if each had all rows
+    fan_tokens = tokens / ranks if job.has_column_fan else part_tokens  # a rank has 1 / ranks of a column map's rows
     rate = machine.flops_per_second(job.precision.dtype)
     map_rate = fan_rate = rate * machine.product_efficiency
     if job.precision.fp8:
@@ -155,7 +155,7 @@ def _layer(job: Job, machine: Machine, overlaps_tensor_parallel: bool) -> dict[s
     if job.parallel.recomputes("core_attn"):
         parts["recomputation"] += attention
     if job.parallel.recomputes("mlp"):
-        parts["recomputation"] += products * mlp / (maps + model.hidden_size * model.fan_rows)
+        parts["recomputation"] += products * mlp / (maps + model.hidden_size * model.fan_rows)  # the MLP's share
         recomputed_widths += rows + columns_2
     if job.parallel.recomputes("fan"):
         recomputed_widths += model.fan_rows + model.hidden_size
@@ -169,6 +169,7 @@ def _core_attention(job: Job, machine: Machine) -> tuple[float, float]:
     model, ranks = job.model, job.tensor_ranks
     queries_width = model.num_attention_heads * model.kv_channels
     rate = machine.flops_per_second(job.precision.dtype)
+    # Two products of two FLOPs, over the half of the scores that is not masked.
     flash = 2 * queries_width / ranks * model.seq_length * job.tokens / (rate * machine.attention_efficiency)
     if not job.keeps_scores:
         return flash, FLASH_BACKWARD * flash

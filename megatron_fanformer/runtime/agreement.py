@@ -93,7 +93,7 @@ def on_main(function: Callable[[], Result]) -> Result:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return function()
     store = _get_default_store()
-    calls = store.add(f"calls of rank {dist.get_rank()}", 1)  # which are equal on all ranks
+    calls = store.add(f"calls of rank {dist.get_rank()}", 1)  # as many as on every other rank
     key = f"on_main {calls}"
     value, failure = None, None
     if is_main():

@@ -103,7 +103,7 @@ def has_bf16_matrix_units(device: DeviceKind) -> bool:
 
     if device == "cuda":
         return torch.cuda.is_bf16_supported()
-    # torch has no public query. The first asks oneDNN, the others ask the CPU.
+    # torch has no public query. The first function asks oneDNN, the two others ask the CPU.
     is_used: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return is_used and (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
 
@@ -207,15 +207,14 @@ def restart_count() -> int:
 def is_bound_by_launcher() -> bool:
     """Return whether Slurm has bound this rank to cores of its own.
 
-    Slurm names the binding, such as `cores,mask_cpu:`, or `none`. Ranks that torchrun or this program starts in a task
-    share that task's cores.
+    Only a rank that is a whole task can have such cores: ranks that torchrun or this program starts within a task share
+    the task's cores. Slurm states how it binds tasks, as `cores,mask_cpu:` or `none`.
     """
     env = os.environ
     tasks = env.get("SLURM_STEP_NUM_TASKS", "1")
-    if int(tasks) < 2 or ("RANK" in env and env.get("WORLD_SIZE") != tasks):
-        return False
-    kind = env.get("SLURM_CPU_BIND_TYPE", "")
-    return bool(kind.strip(":, ")) and "none" not in kind
+    is_task = int(tasks) > 1 and ("RANK" not in env or env.get("WORLD_SIZE") == tasks)  # there are as many ranks
+    binding = env.get("SLURM_CPU_BIND_TYPE", "")
+    return is_task and bool(binding.strip(":, ")) and "none" not in binding
 
 
 def gpu_models() -> list[str]:
@@ -442,8 +441,8 @@ def quieten_libraries() -> None:
     for notice in NOTICES:
         warnings.filterwarnings("ignore", message=r"\s*" + re.escape(notice))
     filters = os.environ.get("PYTHONWARNINGS", "").split(",")
-    ours = [f"ignore:{notice}" for notice in NOTICES if ":" not in notice and "," not in notice]
-    # Each once: an environment that grew with every command of a process would eventually be too large for a child.
+    ours = [f"ignore:{notice}" for notice in NOTICES if not {":", ","} & {*notice}]  # the variable's own separators
+    # Each filter once: or the environment grows with every command of a process until it is too large for a child.
     os.environ["PYTHONWARNINGS"] = ",".join(dict.fromkeys([*filter(None, filters), *ours]))
     for name in ("megatron.core", "torch.distributed", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -155,7 +155,7 @@ def _adapt_recomputation(with_engine: bool) -> None:
             super().__init__(*args, **kwargs)
             self.fp8 = False  # megatron-core would take the None in this attribute for FP8 by the Engine
 
-    for module in [] if with_engine else list(sys.modules.values()):
+    for module in [] if with_engine else list(sys.modules.values()):  # those that have bound the class
         if getattr(module, "__name__", "").startswith("megatron.core") and hasattr(module, "CheckpointWithoutOutput"):
             module.CheckpointWithoutOutput = CheckpointWithoutOutput  # type: ignore[attr-defined]
     if hasattr(random, "_get_share_storage"):
@@ -218,7 +218,7 @@ def _unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(collective)
     def call(output: torch.Tensor, given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        # The rank's part is the whole.
+        # The rank's part is the whole. (A collective in the background is called, for the handle that it returns.)
         is_alone = _address(output) == _address(given) and output.numel() == given.numel()
         if is_alone and not kwargs.get("async_op"):
             return None
@@ -250,8 +250,8 @@ def _add_weight_gradients_inside_products() -> None:
 def _leave_the_compiler_out() -> None:
     """Keep torch's optimizer from importing torch's compiler, which takes over a second.
 
-    The optimizer imports it to exclude its methods from compilation. Here each method already has its plain form, as
-    after its first call.
+    At a method's first call, the optimizer imports it to make a form of the method that is not compiled, and keeps that
+    form in `__dynamo_disable`. Here the plain method is put there before.
     """
     for method in vars(torch.optim.Optimizer).values():
         plain: Any = getattr(method, "__wrapped__", None)

@@ -95,7 +95,7 @@ class RankGrid:
 def process_group(config: RuntimeConfig, address: devices.RankAddress | None) -> Iterator[devices.DeviceKind]:
     """Join the process group of the ranks at `address`, or make a group of one rank if it is None; yield the device.
 
-    The group is destroyed at the end. After an error on one of several ranks it is not: that would wait for the others.
+    The group is destroyed at the end, except after an error on one of several ranks: that would wait for the others.
     """
     kind = devices.resolve_device(config.device)
     if kind == "cpu":
@@ -134,10 +134,11 @@ def cpu_kernels_of(config: RuntimeConfig, kind: devices.DeviceKind) -> Iterator[
     Weights that ranks share would drift apart if only some of the ranks used the kernels.
 
     Raises:
-        InputError: the kernels are configured, and a rank cannot build them.
+        InputError: the kernels are configured, and a rank cannot build them, or ranks are on GPUs.
     """
     are_configured = kind == "cpu" and config.cpu_kernels != "torch"
-    problem = _kernels_problem() if are_configured else "they are not asked for"
+    otherwise = "they are not asked for" if kind == "cpu" else "ranks on GPUs do not use them"
+    problem = _kernels_problem() if are_configured else otherwise
     if kind == "cpu" and dist.get_world_size() > 1:
         problems: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(problems, problem)

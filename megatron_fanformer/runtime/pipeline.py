@@ -4,7 +4,7 @@ If attention stays within documents, the samples of a micro batch form one row, 
 sequences (`thd`), and attention reads the bounds of the documents. Context parallel ranks then hold parts of this row,
 which may end anywhere in a sample.
 
-Shapes: b micro batch, s sequence.
+Shapes: b samples of a micro batch, s tokens of a sample, cp context parallel ranks, n = b * s / cp.
 """
 
 import itertools
@@ -124,7 +124,7 @@ def packed_documents(document_ids_bs: Tensor, device: torch.device | str) -> Pac
 def local_positions(tensor_bs: Tensor, grid: RankGrid) -> Tensor:
     """Return this context parallel rank's part of [b, s]: [b, s / cp].
 
-    The part is two chunks, one from each end; of ranks that exchange heads, which have equal work anyway, one chunk.
+    The part is two chunks, one from each end. Ranks that exchange heads have equal work anyway, and get one chunk.
     """
     size = grid.context_parallel_size
     if size == 1:

@@ -73,7 +73,7 @@ class RankPool:
     ) -> None:
         self.device = device
         communication = backend or DEFAULT_RUNTIME.backend(device)
-        forks = device == "cpu" or prepare is not None  # else on real GPUs
+        forks = device == "cpu" or prepare is not None  # with `prepare`, cuda is a stand-in on the CPU
         self._setting = _Setting(device, communication, job_seconds, prepare or devices.prepare_megatron, forks)
         self._host: tuple[Any, Any] | None = None  # its process, and the connection to it
         self._jobs = 0

@@ -112,7 +112,7 @@ def _call(store: Any, rank: int, world_size: int, answer: str) -> PeerFailed:
     for number, (text, code) in answers.items():
         if code:
             failure = PeerFailed(f"rank {number}: {text}")
-            failure.exit_code, failure.already_reported = code, True
+            failure.exit_code, failure.already_reported = code, True  # that rank reports it
             return failure
     return PeerFailed(describe({number: text for number, (text, _) in answers.items()}, world_size))
 

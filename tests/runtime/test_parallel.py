@@ -19,13 +19,14 @@ from megatron_fanformer.runtime.parallel import reduce_one_bucket_a_call
 @pytest.mark.usefixtures("without_home")
 def test_a_user_without_a_home_is_told_so_and_computes_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel.dist, "get_world_size", lambda: 1)
-    message = "there is no home folder for a cache"
+    message, compiled = "there is no home folder for a cache", RuntimeConfig(cpu_kernels="compiled")
     with pytest.raises(InputError, match=rf"^{message} .*; set XDG_CACHE_HOME to a folder$"):
         device.cache_folder()
     with parallel.cpu_kernels_of(RuntimeConfig(), "cpu"):
         assert str(cpu_kernels.problem()).startswith(message)
-    compiled = RuntimeConfig(cpu_kernels="compiled")
     with pytest.raises(InputError, match=message), parallel.cpu_kernels_of(compiled, "cpu"):
+        pass
+    with pytest.raises(InputError, match="ranks on GPUs do not"), parallel.cpu_kernels_of(compiled, "cuda"):
         pass
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert device.cache_folder() == Path("/somewhere/megatron-fanformer")
@@ -33,9 +34,8 @@ def test_a_user_without_a_home_is_told_so_and_computes_by_torch(monkeypatch: pyt
 
 def refusal_of_kernels(failing: int) -> tuple[str, bool]:
     """What a rank says, and whether another says it for it, where one rank cannot build the kernels."""
-    problem = "there is no compiler" if dist.get_rank() == failing else None
     with (
-        mock.patch.object(parallel, "_kernels_problem", lambda: problem),
+        mock.patch.object(parallel, "_kernels_problem", lambda: {failing: "there is no compiler"}.get(dist.get_rank())),
         pytest.raises(InputError) as caught,
         parallel.cpu_kernels_of(RuntimeConfig(cpu_kernels="compiled"), "cpu"),
     ):
