@@ -87,8 +87,8 @@ def build_datasets(
     else:
         valid = {name: builder.build_blend(blend, VALIDATION, valid_samples) for name, blend in data.valid.items()}
         if data.mixes:
-            sizes = {"global_batch_size": global_batch_size, "seq_length": seq_length}
-            train = builder.build_mixes(order_mixes(data.train, data.mixes, **sizes), train_samples)
+            mixes = order_mixes(data.train, data.mixes, global_batch_size=global_batch_size, seq_length=seq_length)
+            train = builder.build_mixes(mixes, train_samples)
         else:
             train = builder.build_blend(data.train, TRAIN, train_samples)
     return Datasets(_wrap(train, config, data), {name: _wrap(valid[name], config, data) for name in valid})
