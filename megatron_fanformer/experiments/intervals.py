@@ -100,7 +100,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     """
     adjusted, least = [0.0] * len(p_values), 0.0
     for rank, place in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        least = max(least, min(1.0, (len(p_values) - rank) * p_values[place]))
+        least = max(least, min(1.0, (len(p_values) - rank) * p_values[place]))  # no less than the one before
         adjusted[place] = least
     return adjusted
 

@@ -134,7 +134,7 @@ def _num_combinations(config: SweepConfig) -> int:  # of the points of `report.b
 
 
 def _losses_by_key(config: SweepConfig, groups: Sequence[Group], point: str) -> dict[tuple[Any, ...], tuple[Any, ...]]:
-    """Return loss and group of a point's runs, by the seed and those points that both runs of a pair have."""
+    """Return loss and group of each run of a point, by what the runs of a pair share: the seed, other points."""
     # Pairs may differ on the compared axis, and on a tuned one, since each point is tuned by itself.
     apart = (config.report.compare, config.tune)
     return {
