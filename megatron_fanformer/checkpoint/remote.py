@@ -161,7 +161,7 @@ class Mirror:
         self._lock = threading.Lock()
         self._copying: Path | None = None
         self._waiting: Path | None = None
-        self._offered = self._copied = ""  # the names of the last of each
+        self._offered = self._copied = ""  # names of the last checkpoints
 
     @property
     def in_use(self) -> tuple[str, ...]:
@@ -222,7 +222,7 @@ class Mirror:
 
 
 def fetch_newer(url: str, run: Path, *, use_earlier: bool = True) -> None:
-    """Fetch the newest sound checkpoint of a mirror into a run's folder, unless the folder has a sound one as new.
+    """Fetch the newest sound checkpoint of a mirror into a run's folder, unless one there is as new and sound.
 
     A damaged checkpoint of that step in the folder is set aside. Without `use_earlier`, no checkpoint is fetched that
     is earlier than the folder's newest, damaged or not. If the folder has a sound one, errors are only logged.

@@ -54,7 +54,7 @@ def load_training_state(
 ) -> dict[str, Any]:
     """Load weights and optimizer in place, and return the saved progress; every rank calls it.
 
-    Of the optimizer's parameter groups only the `resumed_entries` are loaded; the others keep this run's values.
+    Of each parameter group of the optimizer, only the `resumed_entries` are loaded; the others keep this run's values.
     """
     table = _read_checked_by_ranks(checkpoint, grid)
     stored_names = tensors_of(table).keys()
@@ -74,7 +74,7 @@ def load_training_state(
             loaded_tensor = loaded_optimizer["optimizer_tensors"][number]
             if loaded_tensor.data_ptr() != tensor.data_ptr():  # read by another replica, into another tensor
                 tensor.copy_(loaded_tensor)
-        # Plain values, such as these two, are loaded without a request.
+        # Plain values, such as the groups' entries and the progress, are loaded without a request.
         set_groups(optimizer, loaded["optimizer"]["param_groups"], resumed_entries)
         progress: dict[str, Any] = loaded["progress"]
     return progress

@@ -65,7 +65,7 @@ def describe_prefix(prefix: str) -> Report:
 
 
 def _describe_files(prefix: str) -> Report:
-    """Return the format, the type and the numbers of documents, tokens and bytes; InputError if there are no tokens."""
+    """Return the format, the type and the numbers of documents, tokens and bytes; InputError if no file has tokens."""
     record = read_record(prefix)
     if is_row_folder(prefix) or Path(prefix + MASK_SUFFIX).exists():
         return _describe_chats(prefix)

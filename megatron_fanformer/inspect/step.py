@@ -173,7 +173,7 @@ def _documents(span: Span, ledger: Any) -> Iterator[tuple[int, int, LedgerRow | 
 
 
 def _true_runs(mask: list[bool]) -> list[tuple[int, int]]:
-    """Return the begin and the end of each run of true values."""
+    """Return the begin and the end (exclusive) of each run of true values in a mask."""
     changes = [
         index for index, (before, after) in enumerate(itertools.pairwise([False, *mask, False])) if before != after
     ]

@@ -68,7 +68,7 @@ def shrink(model: FANformerConfig, micro_batch_size: int, layouts: list[Parallel
 
 
 def _groups(groups: int, layouts: list[ParallelConfig]) -> int:
-    """Return a small number that has the greatest common divisor of `groups` with every layout's number of ranks."""
+    """Return a small number of groups whose greatest common divisor with each layout's ranks is that of `groups`."""
     fewest = 1
     for layout in layouts:
         ranks = layout.tensor_model_parallel_size * (layout.context_parallel_size if layout.exchanges_heads else 1)

@@ -102,7 +102,7 @@ def prepare_rank(trial: TrialConfig, layout: ParallelConfig, order: Reordering) 
 
 
 def run_trial(trial: TrialConfig, layout: ParallelConfig, number: int = 0) -> Trace:
-    """Train in a layout and return this rank's trace; every rank calls it. `number` is that of the `Reordering`."""
+    """Train in a layout and return this rank's trace; every rank calls it. `number` is the reordering's."""
     order = Reordering(trial.model, trial.global_batch_size, number)
     with prepare_rank(trial, layout, order) as (grid, stages, wrapped, optimizer, batches, num_micro_batches, initial):
         with OutputRecorder(stages, grid, trial.global_batch_size, trial.micro_batch_size) as recorder:
