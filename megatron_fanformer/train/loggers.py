@@ -341,7 +341,7 @@ class Loggers:
 
     @contextmanager
     def _dropping_failed(self, name: str) -> Iterator[None]:
-        """If the block fails, warn and drop the logger for good: its record has a hole, and it may fail again."""
+        """If the block fails, raise if the logger `is_needed`, or warn and drop it for good: its record has a gap."""
         try:
             yield
         except Exception as error:  # libraries and networks raise errors of any type

@@ -130,7 +130,7 @@ def convert(words: Sequence[str]) -> Converted:
         field = CONVERTED[name].field if name in CONVERTED else SAME_NAMES.get(name)
         is_model_field = field is not None and field.startswith("model.") and name not in BY_HAND
         is_resume = name == "load" and words_of_argument == arguments.get("save")  # runs here resume without a field
-        if is_model_field or name in MODEL_ARGUMENTS or is_resume:
+        if is_model_field or name in MODEL_ARGUMENTS or is_resume:  # `_convert_model` has converted the model's
             continue
         try:
             if name in BY_HAND:

@@ -232,7 +232,7 @@ def exchange_updates(
     """
     group, tensor_size, dtype = settings.group, settings.tensor_size, settings.dtype
     ranks, rank = group.size(), group.rank()
-    owned = matrices.get(rank)
+    owned = matrices.get(rank)  # the matrix of this round that this rank owns, if any
     if ranks == 1:
         assert owned is not None
         return {0: owned.update(gradients[0].view(owned.shard), settings.scale, dtype)}
