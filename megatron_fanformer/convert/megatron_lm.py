@@ -117,7 +117,7 @@ def _unstack_layers(folder: Path, stored: StoredTensors, weights: list[str]) -> 
         else:
             described = stored.described[name]
             layers, parts = described.size[0] if described.size else 0, len(described.chunks)
-            if layers > parts:  # every layer is stored as a part; without this check a few bytes could state any number
+            if layers > parts:  # each layer has a part; a damaged file could claim enough layers to fill the memory
                 raise CorruptError(
                     f"{folder / METADATA} has {name} of {layers} layers in {parts} parts; use another checkpoint"
                 )

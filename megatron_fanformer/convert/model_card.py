@@ -91,8 +91,8 @@ inputs = tokenizer("Once upon a time", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
 ```
 
-The tokenizer has no code, but transformers asks the same of it. Batches of prompts (`padding=True`) are padded on the \
-left.
+The tokenizer has no code, but transformers wants `trust_remote_code` for it, too. Batches of prompts (`padding=True`) \
+are padded on the left.
 {_CHAT if extras.chat_template is not None else ""}
 [lm-eval](https://pypi.org/project/lm-eval/) scores it:
 

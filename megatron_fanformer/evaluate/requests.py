@@ -239,7 +239,7 @@ class _Content(msgspec.Struct, kw_only=True):
 
 
 def _arrays(task: TaskRequests) -> dict[str, np.ndarray]:
-    """Return a task's arrays by their names in the file; of its unconditional requests only those that differ."""
+    """Return a task's arrays by their names in the file; of its unconditional requests those of UNCONDITIONAL."""
     arrays = {name: getattr(task, name).astype(kind) for name, kind in ARRAYS.items()}
     arrays |= {name: task.lengths[name].astype(np.int32) for name in LENGTHS}
     if neutral := task.unconditional:

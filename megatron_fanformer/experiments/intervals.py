@@ -94,14 +94,14 @@ def _outside(t: float, freedom: int) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return p values adjusted for their number: without any effect, one of them is below 5% in at most 5% of cases.
+    """Return p values adjusted for their number: if no effect exists, the chance that any is below 5% is at most 5%.
 
     Holm, "A simple sequentially rejective multiple test procedure", Scandinavian Journal of Statistics 6, 1979.
     """
-    adjusted, least = [0.0] * len(p_values), 0.0
+    adjusted, previous = [0.0] * len(p_values), 0.0
     for rank, place in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        least = max(least, min(1.0, (len(p_values) - rank) * p_values[place]))  # no less than the one before
-        adjusted[place] = least
+        previous = max(previous, min(1.0, (len(p_values) - rank) * p_values[place]))  # adjusted values never decrease
+        adjusted[place] = previous
     return adjusted
 
 

@@ -108,7 +108,7 @@ class Chat:
         pairs = zip(self._cached_ids, ids[:-1], strict=False)  # the last is read in any case, for its logits
         num_cached = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         self._decoder.rewind(num_cached)
-        self._cached_ids = ids[:num_cached]  # still true if Ctrl-C ends the next line
+        self._cached_ids = ids[:num_cached]  # right even if Ctrl-C interrupts `next_logits`
         (logits_v,) = self._decoder.next_logits(torch.tensor([ids[num_cached:]]))
         self._cached_ids = ids
         return logits_v

@@ -163,7 +163,7 @@ class Decoder:
     def rewind(self, length: int) -> None:
         """Forget all but the first `length` tokens of each row."""
         if length == 0:
-            self._cache.reset()
+            self._cache.reset()  # also leaves decode mode, so that megatron-core masks later tokens again
         self._cache.sequence_len_offset = length
 
     def keep_rows(self, rows: list[int]) -> None:

@@ -50,8 +50,8 @@ def _terms(job: Job, stage: int, rank: int) -> Iterator[Term]:
     """Yield a rank's collectives of one training step, those over groups of one rank included."""
     parallel = job.parallel
     chunk_weights = [(chunk, weights(job.model, parallel, chunk)) for chunk in chunks(job.model, parallel, stage)]
-    # One rank reads samples and broadcasts them, over hosts even if ranks have GPUs. Stages between the ends need them
-    # only for the bounds of documents.
+    # One rank reads samples and broadcasts them, through host memory (gloo) even if ranks have GPUs. Stages between the
+    # first and the last need samples only for the bounds of documents.
     if stage in (0, job.stages - 1) or job.has_document_ids:
         tokens = job.micro_batch_size * job.model.seq_length
         half_words = (2 if job.has_document_ids else 1) * tokens

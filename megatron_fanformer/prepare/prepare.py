@@ -211,7 +211,7 @@ def _chat_settings(config: PrepareConfig, tokenizer: Tokenizer) -> ChatSettings:
     pad_id = tokenizer.eod_id
     padding_pieces = sorted(set(tokenizer.special_pieces).intersection(PADDING_NAMES), key=PADDING_NAMES.index)
     if padding_pieces:
-        ids, _ = encode_chat(tokenizer, RenderedChat(padding_pieces[0], learned=[]))  # `encode` need not find it
+        ids, _ = encode_chat(tokenizer, RenderedChat(padding_pieces[0], learned=[]))  # `encode` may split it
         pad_id = int(ids[0])
     return ChatSettings(
         template=template.source,

@@ -41,7 +41,7 @@ def adapt(*, with_engine: bool = False) -> None:
     """Adapt torch and megatron-core to compute on the CPU, whether or not torch finds a GPU.
 
     Args:
-        with_engine: leave Transformer Engine visible, because it runs over a stand-in that computes on a CPU.
+        with_engine: leave Transformer Engine visible; the caller has replaced its CUDA extension by CPU functions.
 
     Raises:
         RuntimeError: megatron.core was imported before.

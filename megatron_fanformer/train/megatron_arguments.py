@@ -209,9 +209,9 @@ def _convert_value(name: str, field: str, arguments: Arguments) -> Any:
 
 
 def _parse_words(field: str, words: list[str]) -> Any:
-    """Return words in the first form that the field allows: a number, a text, numbers, texts; True without words.
+    """Return the words of an argument in the first form that the field allows: number, text, numbers, texts.
 
-    If the field allows no form, return the first one (without words, an empty list), which the error then shows.
+    An argument without words is a switch: True. If the field allows no form, the value is for the error's text.
     """
     numbers = [_parse_number(word) for word in words]
     single_values = [*numbers, *words] if len(words) == 1 else []
