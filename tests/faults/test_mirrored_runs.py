@@ -58,7 +58,7 @@ def test_a_run_whose_folder_is_lost_goes_on_as_if_it_were_not(
         and last.name == run_folder.checkpoint_name(STEPS)
         and remote.manifest_of(last.name) == (last / MANIFEST).read_bytes()
     )
-    assert len(remote._steps()) == 2
+    assert len(remote._step_names()) == 2
 
 
 @pytest.fixture
