@@ -22,7 +22,7 @@ from megatron_fanformer.runtime.parallel import process_group
 fault, is_odd = sys.argv[1], os.environ["RANK"] == "1"
 roll_call.ANSWER_SECONDS = 4.0
 devices.quieten_libraries()
-config = RuntimeConfig(device="cpu", threads_per_rank=1, cpu_kernels="torch", distributed_timeout_minutes=5 / 60)
+config = RuntimeConfig(device="cpu", threads_per_rank=1, cpu_kernels="torch", distributed_timeout_minutes=10 / 60)
 def hang():
     time.sleep(600)
 def fail():
