@@ -124,7 +124,7 @@ def _parser(described: Collection[str] = VERBS) -> argparse.ArgumentParser:
     for verb in VERBS.values():
         subparser = verbs.add_parser(verb.name, help=verb.help, formatter_class=argparse.RawDescriptionHelpFormatter)
         if verb.name in described:
-            width = shutil.get_terminal_size().columns - 2
+            width = max(11, shutil.get_terminal_size().columns - 2)  # the least, as argparse has it
             subparser.description = textwrap.fill(verb.help, width)
             add_options(subparser, verb.options)
             examples = [f"  {PROGRAM} {example}".replace("\n", " \\\n      ") for example in verb.examples]

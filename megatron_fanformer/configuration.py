@@ -99,7 +99,7 @@ def _fits(value: Any, hint: Any) -> bool:
     try:
         msgspec.convert(value, hint)
         json.dumps(value, allow_nan=False, skipkeys=True, default=str)  # raises ValueError for NaN and infinity
-    except ValueError:  # which msgspec's error is, too
+    except (msgspec.ValidationError, ValueError):
         return False
     return True
 

@@ -64,8 +64,8 @@ def signals_to(handler: Callable[[signal.Signals], None]) -> Iterator[None]:
         number: signal.signal(number, lambda number, _frame: handler(signal.Signals(number)))
         for number in (*numbers, SAVE_SIGNAL)
     }
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, former_handlers)  # examples/slurm.sh blocks them until here
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, former_handlers)  # blocked by examples/slurm.sh; `handler` may raise
         yield
     finally:
         for number, former in former_handlers.items():

@@ -66,13 +66,13 @@ def start(code: str, *arguments: str) -> "subprocess.Popen[str]":
 
 
 def test_a_signal_that_was_held_back_before_there_was_a_handler_arrives() -> None:
-    """As those of a rank that examples/slurm.sh starts."""
-    heard: list[signal.Signals] = []
+    heard, former, interrupt = [], signal.getsignal(signal.SIGUSR1), signal.default_int_handler
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     signal.raise_signal(signal.SIGUSR1)  # to this thread: others of this process hold nothing back
-    with signals_to(heard.append):
+    with pytest.raises(KeyboardInterrupt), signals_to(lambda number: heard.append(number) or interrupt(number, None)):
         pass
     assert heard == [signal.SIGUSR1]
+    assert signal.getsignal(signal.SIGUSR1) == former  # although the handler raised an error
 
 
 def line_of(process: "subprocess.Popen[str]") -> str:

@@ -295,7 +295,7 @@ def _rectangles_of(piece: ShardedTensor, part: _Part, key: str, flat: Tensor) ->
 
     A weight is one piece, unless the checkpoint stores it as several: ranges of its rows or of its columns.
     """
-    assert piece.data is not None and part.weight.dim() == piece.data.dim() == len(piece.global_offset)
+    assert piece.data is not None and part.weight.dim() == piece.data.dim() == len(piece.global_offset) <= 2
     weight_shape = tuple(part.weight.shape)
     elements_before = piece.data.storage_offset() - part.weight.storage_offset()
     # The piece begins in the weight at (row, column) `corner`.
