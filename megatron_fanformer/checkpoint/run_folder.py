@@ -193,13 +193,13 @@ def complete_checkpoints(run: Path) -> list[Path]:
 
 def newest_steps(run: Path) -> tuple[int, int]:
     """Return the steps of the newest checkpoint and of the newest that passes `check_sound`; −1 if there is none."""
-    checkpoints = _step_folders(run / CHECKPOINTS)[::-1]
-    steps = [step_of(checkpoint) or 0 for checkpoint in checkpoints] or [-1]  # the -1 has no checkpoint below
-    for checkpoint, step in zip(checkpoints, steps, strict=False):
+    checkpoints = {step_of(folder) or 0: folder for folder in reversed(_step_folders(run / CHECKPOINTS))}
+    newest = max(checkpoints, default=-1)
+    for step, checkpoint in checkpoints.items():
         with suppress(CorruptError):
             check_sound(checkpoint)
-            return steps[0], step
-    return steps[0], -1
+            return newest, step
+    return newest, -1
 
 
 def _step_folders(checkpoints: Path) -> list[Path]:

@@ -276,7 +276,7 @@ def check_tensors(known: Mapping[str, Tensor], config: FANformerConfig, source: 
             if name in known and known[name].dtype not in WEIGHT_TYPES
         ],
     }
-    if text := "; ".join(f"{kind}: {some(names)}" for kind, names in problems.items() if names):
+    if text := "; ".join(f"{len(names)} {kind}: {some(names)}" for kind, names in problems.items() if names):
         raise CorruptError(f"the {source} weights do not match their configuration; {text}")
 
 

@@ -54,7 +54,7 @@ def verify(source: Checkpoint, destination: Checkpoint, dtype: torch.dtype | Non
     """
     try:
         if different := different_tensors(source, destination, dtype):
-            return {"problem": f"converted back, tensors are different: {some(different)}"}
+            return {"problem": f"converted back, tensors are different: {some(different)} ({len(different)} in all)"}
         ids_bs = prompts(min(source.config.vocab_size, destination.config.vocab_size))
         source_logits = _logits(source, dtype, grid, ids_bs)  # one model at a time: two would need twice the memory
         logits = _logits(destination, None, grid, ids_bs)

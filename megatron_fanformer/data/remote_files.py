@@ -226,10 +226,10 @@ def _content(url: str) -> bytes | None:
 # -- whole files
 
 
-def open_stream(file: RemoteFile) -> Any:
-    """Open a file for readers that seek or read the whole file, such as pyarrow."""
+def open_stream(file: RemoteFile, **options: Any) -> Any:
+    """Open a file for readers that seek or read the whole file, such as pyarrow; `options` are fsspec's."""
     driver = _driver_of(file.url)
-    return driver.open(driver._strip_protocol(file.url), "rb")
+    return driver.open(driver._strip_protocol(file.url), "rb", **options)
 
 
 def copy_to(file: RemoteFile, path: Path) -> None:

@@ -152,11 +152,8 @@ class SampleCounts:
                 weights = [float(self._data.pair(source).tokens) for source in blend.sources]
         requested: list[int | None] = [0] * len(PART_NAMES)
         for part, size in sizes.items():
-            requested[part] = size
-            if size is None:
-                epoch_samples = self._samples(tokens[part])  # raises InputError if there is no whole sample
-                if weights is not None:  # then megatron-core requires a number
-                    requested[part] = epoch_samples
+            samples = self._samples(tokens[part]) if size is None else size  # or InputError: there is no whole sample
+            requested[part] = size if weights is None else samples  # with weights, megatron-core requires a number
         return weights, requested
 
     def _need_weights(self, tokens: list[int], size: int | None) -> bool:

@@ -22,7 +22,7 @@ from megatron_fanformer.durable_files import sha256_of_stream
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.processes import usable_cores
 from megatron_fanformer.runtime.device import cache_of
-from megatron_fanformer.stores import is_url
+from megatron_fanformer.stores import READ_BYTES, is_url
 from megatron_fanformer.terminal import plural, size
 
 THREADS = 8  # with more, a disk spends its time on seeking
@@ -162,7 +162,7 @@ def _check_file(path: str, record: FileRecord) -> None:
             raise CorruptError(
                 f"{path} holds {stored} bytes where its manifest says {record.bytes}; copy or prepare it again"
             )
-        with Path(path).open("rb") if remote is None else open_stream(remote) as stream:
+        with Path(path).open("rb") if remote is None else open_stream(remote, block_size=READ_BYTES) as stream:
             sha256 = sha256_of_stream(stream)
     except OSError as error:
         raise CorruptError(f"{path}, which its manifest lists, cannot be read ({error.strerror})") from error

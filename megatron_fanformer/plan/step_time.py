@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_fanformer.plan.communication import layer_backward, layer_forward, layer_recomputation, recomputed_layers
-from megatron_fanformer.plan.gradient_buffers import chunks, first_stage_buckets, first_stage_weights, state_bytes
+from megatron_fanformer.plan.gradient_buffers import first_stage_buckets, first_stage_weights, state_bytes
 from megatron_fanformer.plan.job import Job, training_flops_per_token
 from megatron_fanformer.plan.machines import Machine
 from megatron_fanformer.plan.matrix_updates import MatrixUpdates, Term
@@ -39,18 +39,18 @@ class StepTime:
 def step_time(job: Job, machine: Machine, *, overlaps_tensor_parallel: bool = False) -> StepTime:
     """Return the time of a training step of a job on a machine.
 
-    Args:
-        overlaps_tensor_parallel: whether products hide tensor parallel collectives, as in trainers that use the
-            Engine's user buffers.
+    With `overlaps_tensor_parallel`, products hide tensor parallel collectives, as the Engine's user buffers let them.
 
     Raises:
         ValueError: the layers do not divide evenly over the stages.
         InputError: the machine does not have a number format that the job uses.
     """
-    chunk_layers = [[chunk.layers for chunk in chunks(job.model, job.parallel, stage)] for stage in range(job.stages)]
-    layers = [sum(stage) for stage in chunk_layers]
+    segments = job.parallel.segments(job.model.num_layers)
+    if segments is None:
+        raise ValueError(f"{job.model.num_layers} layers do not divide over {job.stages} stages")
+    layers = [sum(chunk_layers) for chunk_layers in zip(*segments, strict=True)]  # of each stage
     layer = _layer(job, machine, overlaps_tensor_parallel)
-    recomputed = sum(recomputed_layers(job, number) for stage in chunk_layers for number in stage)
+    recomputed = sum(recomputed_layers(job, number) for chunk in segments for number in chunk)
     layer["recomputation"] *= recomputed / job.model.num_layers  # the mean of all layers
     head = _loss_head(job, machine)
     stage_seconds = [number * sum(layer.values()) for number in layers]

@@ -1,9 +1,8 @@
 """Document files, read once from start to end in blocks, and the documents in them.
 
 A file holds JSON lines, rows of Parquet or one text, plain or compressed. Every line (or row) either is a document (an
-object with a text, an id and a source, as in Dolma), or is refused with a reason; none is dropped silently. Blocks can
-be parsed independently, by several threads. Memory is bounded by the block size, or by the longest line that is
-accepted, however well the file is compressed.
+object with a text, an id and a source, as in Dolma), or is refused with a reason; none is dropped silently. Several
+threads may parse blocks. Memory is bounded by the size of a block or of the longest accepted line, uncompressed.
 """
 
 import hashlib
@@ -22,7 +21,6 @@ import msgspec
 import pyarrow
 from isal import igzip
 from isal.igzip_lib import IsalError
-from pyarrow import parquet
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -311,6 +309,8 @@ class DocumentFile:
                 yield rest
 
     def _row_blocks(self) -> Iterator[Block]:
+        from pyarrow import parquet  # takes a tenth of a second, and files of lines do not need it
+
         with self._open() as raw:
             try:
                 file = parquet.ParquetFile(raw, pre_buffer=False, buffer_size=BLOCK_BYTES)
