@@ -1,9 +1,9 @@
 """Micro batches from a dataset of samples, in an order that depends on neither the layout nor the process count.
 
 All ranks of a tensor and context parallel group take the same micro batches. Only the group's first rank reads token
-files and has loader processes. It broadcasts each micro batch as one buffer on the CPU, of whole samples; context
-parallel ranks then cut their parts out of it. The first word of the buffer is a flag: if the first rank could not read
-the samples, all ranks raise the first rank's error.
+files and has loader processes. It broadcasts each micro batch as one buffer on the CPU. The samples in it have their
+full length; context parallel ranks then cut out their parts. The first value of the buffer is a flag: if the first
+rank could not read the samples, all ranks raise the first rank's error.
 
 Shapes: b micro batch, s sequence.
 """
@@ -29,10 +29,10 @@ from megatron_fanformer.errors import FanformerError
 from megatron_fanformer.runtime.agreement import raise_on_all
 
 BATCH_FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
-READ_AHEAD_SAMPLES = 32  # from other stores, a loader process fetches so many at a time: their requests overlap
+READ_AHEAD_SAMPLES = 32  # a loader process reads at least so many remote samples at a time: their requests overlap
 DOCUMENT_IDS = "document_ids"
-"""Field of samples whose attention stays within documents: the number of each token's document in its sample."""
-READ, FAILED = 1, 0  # flags of a shared buffer; a simulated rank reads 1 from any tensor (`plan.simulation.INVENTED`)
+"""A field of samples if attention stays within documents: for each token, its document's number in the sample."""
+READ, FAILED = 1, 0  # flags; READ is 1 since a simulated rank reads 1 from any tensor (`plan.simulation.INVENTED`)
 
 
 def micro_batches(
@@ -49,9 +49,9 @@ def micro_batches(
     A micro batch has `tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), each [b, s], on the CPU; and
     `document_ids` (int32), [b, s], if the samples have them. The stream raises the errors of the dataset.
 
-    On rank r of dp, micro batch k = 0, 1, … holds the b samples from number consumed_samples + (k * dp + r) * b on. So
-    a step of m micro batches takes the next m * dp * b samples in order, for any dp, and a resumed run goes on where it
-    stopped. After its last sample the dataset starts over.
+    On data-parallel rank r of dp ranks, micro batch k = 0, 1, … begins with sample consumed_samples + (k * dp + r) * b.
+    So a step of m micro batches takes the next m * dp * b samples in order, for any dp, and a resumed run goes on where
+    it stopped. After its last sample the dataset starts over.
 
     Close the stream to end the loader processes: if it is garbage-collected instead, torch waits 5 s for each process.
     """
@@ -62,7 +62,7 @@ def micro_batches(
         data_parallel_rank=data_parallel_rank,
         data_parallel_size=data_parallel_size,
     )
-    # The micro batches that a loader process takes at a time: from other stores, enough for READ_AHEAD_SAMPLES.
+    # The micro batches that a loader process reads at a time: remote ones are grouped to hold READ_AHEAD_SAMPLES.
     task_size = -(-READ_AHEAD_SAMPLES // micro_batch_size) if isinstance(dataset, RemoteSamples) else 1
     loader = DataLoader(
         _ErrorsAsSamples(dataset),
@@ -72,8 +72,8 @@ def micro_batches(
         multiprocessing_context="fork" if num_workers else None,
         collate_fn=functools.partial(_stack_micro_batches, micro_batch_size),
         pin_memory=torch.cuda.is_available(),  # so that copies to the GPU overlap with its work
-        # The loader draws a seed when it starts: not from the training's own generator, whose state a
-        # resumed run must find unchanged.
+        # A loader draws a seed when it starts. Drawn from torch's global generator, the seed would make a
+        # resumed run, which starts a loader once more, draw other random numbers than the original run.
         generator=torch.Generator(),
         worker_init_fn=_set_up_loader_process,
     )
@@ -81,12 +81,12 @@ def micro_batches(
 
 
 class RemoteSamples(SampleWrapper):
-    """A dataset on other stores: loader processes read many samples at a time, so that requests overlap."""
+    """A dataset with files on other stores: a loader process reads many samples at a time, so that requests overlap."""
 
 
 @dataclass(frozen=True)
 class _ErrorsAsSamples(Dataset[Any]):
-    """A dataset that returns a FanformerError in place of a sample: raised in a loader, it would become a traceback."""
+    """A dataset that returns a FanformerError instead of raising it: a loader process would wrap it in a traceback."""
 
     dataset: Any
 
@@ -110,7 +110,7 @@ def _group_for_loader(numbers: Iterator[list[int]], micro_batches: int) -> Itera
 
 
 def _raise_errors(tasks: Iterator[list[Any]]) -> Generator[dict[str, Tensor], None, None]:
-    """Yield the micro batches of finished loader tasks. Raise the first error among them, or one if a process died."""
+    """Yield the micro batches that loader tasks return. Raise a FanformerError among them, or if a loader died."""
     try:
         for batch in itertools.chain.from_iterable(tasks):
             if isinstance(batch, FanformerError):
@@ -147,7 +147,7 @@ def _stack_micro_batches(size: int, samples: list[Any]) -> list[dict[str, Tensor
 
 
 def _stack(samples: list[Any]) -> dict[str, Tensor] | FanformerError:
-    """Return samples as one batch, without the fields in which a blend names the sources; or the first error."""
+    """Return samples as one batch, without the `dataset_id` that a blend adds; or the first error among them."""
     for sample in samples:
         if isinstance(sample, FanformerError):
             return sample
@@ -183,7 +183,7 @@ def shared_batches(
         return (batch for _ in count())
     if group.size() == 1:
         return read()
-    stream = read() if group.rank() == 0 else None  # now, so that the loaders begin to read
+    stream = read() if group.rank() == 0 else None  # now, so that loader processes start before the first batch
     return _broadcast_batches(stream, group, shape, has_document_ids)
 
 
@@ -208,7 +208,7 @@ def _broadcast_batches(
 
 
 def _allocate_buffer(shape: tuple[int, int], has_document_ids: bool) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return an int64 buffer for a flag and one micro batch, and the tensors, [b, s], as views of the buffer."""
+    """Return an int64 buffer for a flag and one micro batch, and the batch's tensors, [b, s], as views of it."""
     tokens = shape[0] * shape[1]
     int64_end = 1 + 3 * tokens
     four_byte_values = 2 * tokens if has_document_ids else tokens

@@ -1,7 +1,7 @@
 """Blends of token files, in Megatron's form: sources, all with a weight or all without.
 
 A source is a .bin and .idx pair, named by its prefix, or a set of .npy files, named by a file, a glob or a folder.
-`@FILE` stands for the words of a blend file.
+`@FILE` stands for the entries that a blend file lists.
 """
 
 import errno
@@ -69,9 +69,9 @@ class Source:
 
 
 def source_labels(sources: Sequence[Source]) -> list[str]:
-    """Return a short name for each source: the path below their common folder, or `Source.name` if two are equal."""
-    path_lists = [[path if is_url(path) else os.path.abspath(path) for path in source.paths] for source in sources]
-    paths = [paths_of[0] if len(paths_of) == 1 else _common_folder(paths_of) for paths_of in path_lists]
+    """Return a label for each source: its path below the folder common to all, or its name if two labels were equal."""
+    full_paths = [[path if is_url(path) else os.path.abspath(path) for path in source.paths] for source in sources]
+    paths = [files[0] if len(files) == 1 else _common_folder(files) for files in full_paths]  # one of each source
     folder = _common_folder([os.path.dirname(path) for path in paths])
     labels = [npy_prefix(path.removeprefix(folder).lstrip("/")) for path in map(redacted, paths)]
     return labels if len(set(labels)) == len(labels) else [redacted(source.name) for source in sources]
@@ -85,14 +85,14 @@ def _common_folder(paths: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Blend:
-    """Sources to draw samples from. Without weights, sources count by their sizes."""
+    """Sources to draw samples from; without weights (None), in proportion to the sizes of the sources."""
 
     sources: list[Source]
     weights: list[float] | None
 
 
 def parse_blend(items: Sequence[Word]) -> Blend:
-    """Read "source source …" or "weight source weight source …", one word per list entry.
+    """Parse "source source …" or "weight source weight source …", one word per list entry.
 
     In a list without weights, all .npy files together make one source, in the order of the list.
 
@@ -110,7 +110,7 @@ def parse_blend(items: Sequence[Word]) -> Blend:
     text = " ".join(words)
     shown = repr(text if len(text) <= 200 else text[:200] + " …")  # a blend file may have thousands
     weights = [number for number in numbers[0::2] if number is not None]
-    if 2 * len(weights) != len(words):
+    if 2 * len(weights) != len(words):  # a path in the place of a weight, or an odd number of words
         raise InputError(f"{shown} does not alternate; write weight prefix weight prefix …")
     if not all(0 < weight < math.inf for weight in weights):
         raise InputError(f"a weight of {shown} is not a positive number; leave such a prefix out")
@@ -118,7 +118,7 @@ def parse_blend(items: Sequence[Word]) -> Blend:
 
 
 def as_weight(word: str) -> float | None:
-    """Return a word as a number, or None if it is a path."""
+    """Return the weight that a word states; None if the word is a path."""
     try:
         return float(word)
     except ValueError:
@@ -131,7 +131,7 @@ def list_words(items: Sequence[Word]) -> list[str]:
 
 
 def _expand_item(item: str) -> list[str]:
-    """Return the words of the blend file that `@FILE` names, with whole paths; return any other item unchanged.
+    """Return the words of the blend file that `@FILE` names, with full paths; return any other item unchanged.
 
     Raises InputError if the blend file cannot be read, or names another blend file.
     """
@@ -146,9 +146,7 @@ def _expand_item(item: str) -> list[str]:
         lines = [COMMENT.sub("", line) for line in content.decode(TEXT_ENCODING).splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
-        raise InputError(
-            f"blend file {redacted(file)} cannot be read ({reason}); name a text file of prefixes"
-        ) from None
+        raise InputError(f"blend file {redacted(file)} cannot be read ({reason}); name a file of prefixes") from None
     words = [word for line in lines for word in line.split()]
     if any(word.startswith("@") for word in words):
         raise InputError(f"blend file {file} names another by @; list both where the first is named")
@@ -160,7 +158,7 @@ def _expand_item(item: str) -> list[str]:
 
 
 def _resolve(folder: str, path: str) -> str:
-    """Return a path relative to `folder`, which may be a URL, as a whole path; a URL or an absolute path unchanged."""
+    """Resolve a path against `folder`, which may be a URL; return a URL or an absolute path unchanged."""
     if is_url(path):
         return path
     if is_url(folder) and not path.startswith("/"):
@@ -169,7 +167,7 @@ def _resolve(folder: str, path: str) -> str:
 
 
 def _source(word: str) -> Source:
-    """Return the source that a word names. The URL of a folder must end in /: no store is asked what a URL is."""
+    """Return the source that a word names. A URL means a folder only if it ends in /: the store is not asked."""
     is_pattern = word.endswith(NPY_SUFFIX) and glob.has_magic(word)
     if is_url(word):
         is_many = word.endswith("/") or is_pattern
@@ -179,7 +177,7 @@ def _source(word: str) -> Source:
         return _npy_source(word, files)
     if is_pattern and not Path(word).exists():
         return _npy_source(word, sorted(glob.glob(word, recursive=True)))
-    # A pair may be named by one of its files; a prefix that itself ends like one stays.
+    # A pair may be named by its .bin or .idx file. A prefix may itself end in .bin: then PREFIX.idx exists.
     return Source((word if idx_path(word).exists() else re.sub(PAIR_SUFFIX, "", word),))
 
 
@@ -190,7 +188,7 @@ def _npy_source(word: str, files: list[str]) -> Source:
 
 
 def _merge_npy_sources(sources: Sequence[Source]) -> list[Source]:
-    """Replace the first source of .npy files by one source of all .npy files, and drop the other ones."""
+    """Join all sources of .npy files to one source, in the place of the first of them."""
     all_files = Source(tuple(path for source in sources if source.is_npy for path in source.paths))
     merged: list[Source] = []
     for source in sources:
@@ -220,7 +218,7 @@ def blend_problems(name: str, items: Sequence[Word]) -> list[str]:
 
 
 def split_problems(split: str) -> list[str]:
-    """List the problems of `data.split`, such as "99,1,0" (training, validation, test)."""
+    """List the problems of `data.split`: shares of training, validation and test, such as "99,1,0"."""
     shares = [float(share) for share in split.split(",")] if SPLIT_PATTERN.fullmatch(split) else []
     if not shares or shares[TRAIN] <= 0 or shares[VALIDATION] <= 0:
         return [f"data.split: {split!r} cuts off no validation part; write it as '99,1,0', training first"]

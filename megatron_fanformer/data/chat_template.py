@@ -5,7 +5,7 @@ form of the paper's data, OLMo's, is built in. The model learns every assistant 
 A template marks the turns by `{% generation %}` blocks. Without marks, the span of a turn is the text that the turn
 adds to the rendering of the messages before it.
 
-The text is cut at the edges of the spans before it is encoded. So no token is partly learned, and a prompt, which ends
+The text is cut where spans begin and end before it is encoded. So no token is partly learned, and a prompt, which ends
 where an answer begins, has the same ids as in training.
 """
 
@@ -59,7 +59,7 @@ Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 """Functions that the model may call: `function.name`, and other fields that a template may read."""
 QUESTION, ANSWER = {"role": "user", "content": "A question?"}, {"role": ASSISTANT, "content": "An answer!"}
-"""Rendered to find the text that a template writes around messages."""
+"""Example messages; their rendering shows the text that a template writes around a message."""
 
 
 class RenderedChat(NamedTuple):
@@ -102,10 +102,10 @@ class ChatTemplate:
     ) -> RenderedChat:
         """Render a conversation; with `add_generation_prompt`, the opening of the next answer ends the text.
 
-        If the template fails on arguments of tool calls that are JSON text, or escapes them, it gets them as objects.
+        Arguments of tool calls that are JSON text become objects if the template fails on the text, or escapes it.
 
         Raises TemplateRefusal if the template cannot render the conversation, or, with `needs_learned`, as in training,
-        if the learned span of a turn is unknown. Without `needs_learned`, a turn of unknown span has none.
+        if the learned span of a turn is unknown. Without `needs_learned`, that span is left out.
         """
         with_objects, escaped_texts = _parse_arguments(messages)
         try:
@@ -113,7 +113,7 @@ class ChatTemplate:
             if not any(text in chat.text for text in escaped_texts):
                 return chat
         except TemplateRefusal:
-            if not escaped_texts:  # no argument is JSON text
+            if not escaped_texts:  # no argument is JSON text, so objects would not help
                 raise
         return self._render_with_spans(with_objects, add_generation_prompt, tools, needs_learned)
 
@@ -150,39 +150,40 @@ class ChatTemplate:
             )
         return RenderedChat(chat.text, [span for span in spans.values() if span is not None])
 
-    def _span(self, messages: Sequence[Message], turn: int, whole: str, tools: Tools | None) -> tuple[int, int] | None:
-        """Return the learned span of the assistant's message number `turn` in the text `whole`; None if it is unknown.
+    def _span(self, messages: Sequence[Message], turn: int, chat: str, tools: Tools | None) -> tuple[int, int] | None:
+        """Return the learned span of message number `turn`, an answer, in the text `chat`; None if it is unknown.
 
-        The span begins after the opening of the answer and ends where the text of this message ends. If the template
-        writes a mark after the answer, the span ends with the mark, before white space that follows the mark.
+        The span begins after the opening of the answer and ends where the text of the message ends. If the template
+        writes a mark after the content, the span ends with the mark, before white space that follows the mark.
         """
         content = (messages[turn].get("content") or "").strip()
         try:
-            text = self._render_once(messages[: turn + 1], False, tools).text
+            text = self._render_once(messages[: turn + 1], False, tools).text  # ends with the answer
             if any(message["role"] != "system" for message in messages[:turn]):
                 before = self._render_once(messages[:turn], True, tools).text
-            else:  # few templates can render no message or a system message alone: take a next answer's opening
+            else:  # few templates can render no message or a system message alone
+                # The opening of a further answer, after this one, shows where the opening of this one is.
                 opening = self._render_once(messages[: turn + 1], True, tools).text.removeprefix(text).lstrip()
-                landmark = opening or content  # without an opening, the content begins the span
+                landmark = opening or content  # if the template writes no opening, the span begins with the content
                 if text.count(landmark) != 1:
                     return None
                 before = text.partition(landmark)[0] + opening
         except TemplateRefusal:
             return None
-        if not whole.startswith(text) or not text.startswith(before):
+        if not chat.startswith(text) or not text.startswith(before):
             return None
         span = text[len(before) :]
         content_at = span.find(content)
         if content_at >= 0:
             has_mark = bool(span[content_at + len(content) :].strip())
-        else:  # the opening wrote the content's beginning, the span is the rest; or the template changed the content
+        else:  # the span lacks the content's beginning, since the opening has it; or the template changed the content
             has_mark = not content.endswith(span.strip())
         return len(before), len(text.rstrip() if has_mark else text)
 
     def _render_once(
         self, messages: Sequence[Message], add_generation_prompt: bool = False, tools: Tools | None = None
     ) -> RenderedChat:
-        """Render messages as transformers' `apply_chat_template` does; the spans are those of `{% generation %}`."""
+        """Render messages as transformers' `apply_chat_template` does; the learned spans are the generation blocks."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         stated = [{name: value for name, value in message.items() if value is not None} for message in messages]
@@ -206,7 +207,7 @@ class ChatTemplate:
         learned = sorted(spans[0]) if spans else []  # one list of spans, since one conversation is rendered
         if any(end > next_begin for (_, end), (next_begin, _) in itertools.pairwise(learned)):
             raise TemplateRefusal(
-                "the chat template has {% generation %} blocks in each other, or in a macro; mark each turn once, "
+                "the chat template has {% generation %} blocks within each other, or in a macro; mark each turn once, "
                 "outside of macros",
                 REFUSED,
             )
@@ -217,16 +218,16 @@ class ChatTemplate:
 
 
 def function_of(stated: Any) -> Mapping[str, Any] | None:
-    """Return the function in a tool or a call, which is `{"function": {…}}` or the function; None if it has no name."""
+    """Return the function of a tool or call, stated as `{"function": {…}}` or alone; None if it has no name."""
     function = stated.get("function", stated) if isinstance(stated, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     return function if isinstance(name, str) and name else None
 
 
 def _parse_arguments(messages: Sequence[Message]) -> tuple[Sequence[Message], list[str]]:
-    """Return messages with objects in place of JSON texts as arguments of tool calls, and the texts as JSON strings.
+    """Return messages with the JSON texts in arguments of tool calls parsed, and these texts escaped as JSON strings.
 
-    A template that escapes such a text writes one of the text's two strings, which differ in characters beyond ASCII.
+    A template that escapes a text writes one of the text's two JSON strings, which differ beyond ASCII.
     """
     if not any(message.get("tool_calls") for message in messages):
         return messages, []
@@ -252,7 +253,7 @@ def find_template(
     """Return the template `named` (a Jinja file, `olmo`, or None: the tokenizer's) with the tokenizer's special tokens.
 
     `tokenizer_config.json` states the tokens. If it states no `eos_token`, or if `eod_id` is given, `eos_token` is the
-    tokenizer's piece that ends a text. Raises InputError if there is no template, or if it is not valid Jinja.
+    tokenizer's piece that ends a text. Raises InputError if there is no template, or if it is invalid.
     """
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
@@ -268,7 +269,7 @@ def find_template(
     else:
         source = OLMO_TEMPLATE if str(named) == OLMO else _read(Path(named))
     try:
-        render_jinja_template([], chat_template=source)  # of no conversation: it only compiles the template
+        render_jinja_template([], chat_template=source)  # without a conversation, this only compiles the template
     except (TemplateSyntaxError, RecursionError) as error:
         where = f"line {error.lineno}: {error.message}" if isinstance(error, TemplateSyntaxError) else str(error)
         raise InputError(f"the chat template is not valid Jinja, {where}; fix it") from error
@@ -276,12 +277,12 @@ def find_template(
 
 
 def read_standalone_template(folder: Path, tokenizer: Path) -> str | None:
-    """Return the template in a folder, with statements that set the special tokens it uses; None if there is none."""
+    """Return a folder's template, which sets the special tokens of `tokenizer` itself; None if there is no template."""
     source = read_template(folder)
     if source is None:
         return None
     tokens = _special_tokens(tokenizer)
-    unset = [name for name in tokens if name in source and f"set {name} =" not in source]
+    unset = [name for name in tokens if name in source and f"set {name} =" not in source]  # read, but not yet set
     return ChatTemplate(source, {name: tokens[name] for name in unset}).standalone_source()
 
 
@@ -301,7 +302,7 @@ def _special_tokens(tokenizer_path: Path, eod_id: int | None = None) -> dict[str
 
 
 def attached_files(tokenizer: Path | None, chat_template: str | None, *, eod_id: int | None = None) -> dict[str, bytes]:
-    """Return the files by which a checkpoint keeps a tokenizer and a chat template: their contents, by file name.
+    """Return the contents, by file name, of the files that keep a tokenizer and a chat template in a checkpoint.
 
     If `eod_id` or a file beside the tokenizer states the end of text, a generation_config.json states it too.
     """
@@ -317,7 +318,7 @@ def attached_files(tokenizer: Path | None, chat_template: str | None, *, eod_id:
 def read_template(folder: Path) -> str | None:
     """Return the template in a tokenizer's folder; None if there is none.
 
-    It is `chat_template.jinja`, else `chat_template` in `tokenizer_config.json`; of several, the one named default.
+    It is `chat_template.jinja`, else `chat_template` in `tokenizer_config.json`; of several there, the default one.
     """
     if (folder / CHAT_TEMPLATE_JINJA).is_file():
         return _read(folder / CHAT_TEMPLATE_JINJA)
@@ -361,7 +362,7 @@ def encode_chat(tokenizer: Tokenizer, chat: RenderedChat) -> tuple[np.ndarray, n
 
 
 def refuse_space_before_texts(tokenizer: Tokenizer) -> None:
-    """Raise InputError if a tokenizer puts a space before every text: the parts of a conversation would get spaces."""
+    """Raise InputError if a tokenizer puts a space before every text, and so before every part of a conversation."""
     if tokenizer.decode([*tokenizer.encode("a"), *tokenizer.encode("b")]) != "ab":
         raise InputError(
             f"tokenizer {tokenizer.path} puts a space before every text, so that conversations, which are encoded in"

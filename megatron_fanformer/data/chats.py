@@ -44,7 +44,7 @@ class ChatFiles:
     dtype: np.dtype[Any]
     mask_path: Path
     starts: np.ndarray
-    """[n] int64: the number of each conversation's first token in both files."""
+    """[n] int64: the number of each conversation's first token, in the ids and in the mask alike."""
     lengths: np.ndarray
     """[n] int64: the tokens of each conversation, without padding."""
 
@@ -80,7 +80,7 @@ def is_row_folder(path: str | Path) -> bool:
 
 
 def open_chats(prefix: str) -> ChatFiles:
-    """Open the conversations of a prefix or a row folder. Raises InputError without chats, CorruptError on damage."""
+    """Open the chats of a prefix or a row folder. Raises InputError if there are none, CorruptError on damage."""
     if is_row_folder(prefix):
         return _open_rows(prefix.rstrip("/"))
     mask = Path(prefix + MASK_SUFFIX)
@@ -90,14 +90,10 @@ def open_chats(prefix: str) -> ChatFiles:
     index = read_index(prefix)
     lengths = index.lengths.astype(np.int64)
     if index.documents != index.sequences:
-        raise InputError(
-            f"{idx_path(prefix)} has several sequences in a document, chats have one; prepare them with --chat"
-        )
-    mask_bytes = mask.stat().st_size
-    if mask_bytes != index.tokens:
-        raise CorruptError(
-            f"{mask} holds {mask_bytes} bytes for {index.tokens} tokens; copy the files of {prefix} again"
-        )
+        raise InputError(f"{idx_path(prefix)} has several sequences in a document, chats have one; prepare with --chat")
+    size = mask.stat().st_size
+    if size != index.tokens:
+        raise CorruptError(f"{mask} holds {size} bytes for {index.tokens} tokens; copy the files of {prefix} again")
     return ChatFiles(prefix, bin_path(prefix), index.dtype, mask, starts=np.cumsum(lengths) - lengths, lengths=lengths)
 
 
@@ -116,8 +112,8 @@ def _open_rows(prefix: str) -> ChatFiles:
             f"as many bytes of mask{stated}; copy them again"
         )
     learned = np.memmap(mask, bool, mode="r").reshape(-1, row_tokens)
-    blocks = np.array_split(learned, -(-tokens // READ_BYTES))
-    # The argmax over a reversed row is the number of tokens after the last learned one.
+    blocks = np.array_split(learned, -(-tokens // READ_BYTES))  # so that memory holds little of a large mask
+    # The argmax over a reversed row is the number of tokens after the last learned one; a row without one gets 0.
     lengths = np.concatenate(
         [np.where(block.any(axis=1), row_tokens - block[:, ::-1].argmax(axis=1), 0) for block in blocks]
     ).astype(np.int64)
@@ -132,7 +128,7 @@ def _open_rows(prefix: str) -> ChatFiles:
 
 
 def parse_chats(items: Sequence[Word]) -> Blend:
-    """Read a list of prefixes and row folders of chats; one that is named twice counts twice. Raises InputError."""
+    """Parse a list of prefixes and row folders of chats; to name one twice repeats its chats. Raises InputError."""
     words = list_words(items)
     if not words:
         raise InputError("the list is empty; name at least one prefix that prepare --chat has written")
@@ -164,15 +160,15 @@ class Conversations:
     """The conversations of a set of chats, numbered source by source; with a split, one part of each source."""
 
     def __init__(self, blend: Blend, *, split: str | None = None, part: int = TRAIN) -> None:
-        """Open the chats. Raises InputError without a conversation, and the errors of `open_chats`."""
+        """Open the chats. Raises InputError if there is no conversation, and the errors of `open_chats`."""
         bounds = (0.0, 1.0) if split is None else split_bounds(split)[part]
-        assert bounds is not None, "a split without the part is refused before"
+        assert bounds is not None, "split_problems refuses a split without this part"
         prefixes = [source.paths[0] for source in blend.sources]
         opened = {prefix: open_chats(prefix) for prefix in prefixes}
         self._sources: list[ChatFiles] = [opened[prefix] for prefix in prefixes]
         ranges = [[round(bound * len(chats)) for bound in bounds] for chats in self._sources]
-        self._begins = [begin for begin, _ in ranges]  # in the numbers of each source's files
-        self._ends = np.cumsum([end - begin for begin, end in ranges])  # in the numbers of this set
+        self._begins = [begin for begin, _ in ranges]  # of each source, as its files number conversations
+        self._ends = np.cumsum([end - begin for begin, end in ranges])  # of each source, as this set numbers them
         lengths = [chats.lengths[begin:end] for chats, (begin, end) in zip(self._sources, ranges, strict=True)]
         self.lengths: np.ndarray = np.concatenate(lengths)
         """[n] int64: the tokens of each conversation."""
@@ -209,19 +205,19 @@ def first_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     # At most one bin is less than half full: the items of a second one would have fitted into the first one.
     most_bins = min(len(lengths), 2 * int(lengths.sum()) // capacity + 1)
     leaves = 1 << max(0, most_bins - 1).bit_length()  # a power of two, at least `most_bins`
-    # A tree from node 1 on: node i has the children 2i and 2i + 1. room[leaves + b] is that of bin b, and a node with
-    # children has the larger one of their rooms.
+    # A tree with root 1, in which node i has the children 2i and 2i + 1. room[leaves + b] is the room left in bin b. A
+    # node with children has the larger room of the two, which is the most in any bin below the node.
     room = array("q", [capacity]) * (2 * leaves)
     bins = np.empty(len(lengths), np.int64)
     for item, length in enumerate(map(int, lengths)):
         node = 1
-        while node < leaves:
+        while node < leaves:  # down to the first bin with room
             node *= 2
-            if room[node] < length:  # then no bin below the left child has room
+            if room[node] < length:  # no bin below the left child has room: take the right child
                 node += 1
         bins[item] = node - leaves
         room[node] -= length
-        while node > 1:
+        while node > 1:  # up again, to update the rooms above the bin
             node //= 2
             largest = max(room[2 * node], room[2 * node + 1])
             if room[node] == largest:

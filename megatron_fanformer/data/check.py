@@ -1,7 +1,7 @@
 """Check a run's token files before the run starts, in one process and without torch.
 
-An index of a billion documents takes gigabytes. One process reads every index and sends the other ranks what it found,
-which is small; the other ranks only map the files.
+An index of a billion documents takes gigabytes. So one process reads every index, and sends its findings, which are
+small, to the other ranks; these only map the files.
 """
 
 import dataclasses
@@ -80,7 +80,7 @@ def check_files(config: DataConfig, vocab_size: int | None = None) -> CheckedDat
     """Check every token file of a run; read each index once, from end to end.
 
     Args:
-        vocab_size: the bound of the largest ids that manifests state; None: they are not checked.
+        vocab_size: the bound for the token ids that manifests state; None: these are not checked.
 
     Raises:
         InputError: a blend cannot be read, a file is missing, a .npy file has NumPy's own header, a manifest states an
@@ -92,7 +92,7 @@ def check_files(config: DataConfig, vocab_size: int | None = None) -> CheckedDat
     valid = {name: config.blend(items) for name, items in config.valid_data.items()}
     mixes = {name: config.blend(items) for name, items in config.stages.items()}
     data = CheckedData(config.index_cache(), train, valid, mixes)
-    # Manifests on other stores are requested in parallel here, and remembered: later readers find them.
+    # This requests manifests on other stores in parallel; `read_manifest` would request one after the other.
     read_small_files(prefix + MANIFEST_SUFFIX for prefix in data.prefixes() if is_url(prefix))
     if config.is_chats:
         data = dataclasses.replace(data, chat_template=_chat_template(train))
@@ -129,14 +129,14 @@ def _check_token_files(data: CheckedData, config: DataConfig, vocab_size: int | 
 
 
 def _end_of_text_id(config: DataConfig, data: CheckedData) -> int:
-    """Return the id that ends documents. A file's manifest states it, or else `data.tokenizer`. Raises InputError."""
+    """Return the id that ends documents, which each manifest or else `data.tokenizer` states. Raises InputError."""
     files_by_end: dict[int, str] = {}
     for prefix in data.prefixes():
         manifest = read_manifest(prefix)
         if manifest is not None:
             files_by_end.setdefault(manifest.tokenizer.eod_id, redacted(prefix) + MANIFEST_SUFFIX)
-        elif config.tokenizer and (end := load_tokenizer(config.tokenizer, needs_eod=False).eod_id) != NO_ID:
-            files_by_end.setdefault(end, config.tokenizer)
+        elif config.tokenizer and (eod_id := load_tokenizer(config.tokenizer, needs_eod=False).eod_id) != NO_ID:
+            files_by_end.setdefault(eod_id, config.tokenizer)
         else:
             raise InputError(
                 f"{prefix} has no manifest that says which id ends a document, as data.reset_attention_mask and "
@@ -145,8 +145,7 @@ def _end_of_text_id(config: DataConfig, data: CheckedData) -> int:
         if len(files_by_end) > 1:
             named = " and ".join(f"{eod_id} ({file})" for eod_id, file in files_by_end.items())
             raise InputError(f"documents end with ids {named}, which must be one; prepare them with one tokenizer")
-    (eod_id,) = files_by_end
-    return eod_id
+    return next(iter(files_by_end))
 
 
 def _stat_of(path: str | Path) -> tuple[int, int] | None:

@@ -66,8 +66,7 @@ class DataConfig:
                 problems.append("data.split: cannot be combined with data.valid_data; remove one of the two")
             elif not problems and any(source.is_npy for source in self.sources()):
                 problems.append(
-                    "data.split: cuts by documents, and .npy files do not mark them; name separate files as"
-                    " data.valid_data"
+                    "data.split: cuts by documents, and .npy files do not mark them; name files as data.valid_data"
                 )
             problems += split_problems(self.split)
         if not problems:

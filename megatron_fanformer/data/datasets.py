@@ -68,7 +68,7 @@ def build_datasets(
     Args:
         valid_samples: the number of samples of each validation set; None: one epoch of the set.
         global_batch_size: translates the steps of `config.stages` into samples.
-        data: the token files; None: rank 0 checks them.
+        data: the checked token files; None: rank 0 checks them here.
     """
     if config.is_chats:
         settings = {"seq_length": seq_length, "seed": seed, "vocab_size": vocab_size}
@@ -110,7 +110,7 @@ class BlendSource(SampleWrapper):
 
     @property
     def unique_identifiers(self) -> dict[str, Any]:
-        """Return the kind of the source; the blend's index depends on nothing else of a source."""
+        """Return the class of the dataset; the indices of a blend depend on nothing else of a source."""
         return {"class": type(self.samples).__name__}
 
 
@@ -146,17 +146,17 @@ class _DatasetBuilder:
     def build_mixes(self, mixes: Sequence[Mix], samples: int) -> MixDataset:
         """Return the dataset of `samples` training samples of a run of several mixes."""
         sources = list(dict.fromkeys(source for mix in mixes for source in mix.blend.sources))
-        numbers = {source: number for number, source in enumerate(sources)}
-        drawn = np.zeros(len(sources), np.int64)  # the samples that mixes so far draw from each source
+        source_numbers = {source: number for number, source in enumerate(sources)}
+        drawn = np.zeros(len(sources), np.int64)  # the number of samples that the mixes so far draw from each source
         orders = []
         for mix, end in mix_ends(mixes, samples):
-            mix_sources = [numbers[source] for source in mix.blend.sources]
+            mix_sources = [source_numbers[source] for source in mix.blend.sources]
             size = end - mix.first_sample
             source_index, sample_index = self._mix_index(mix.blend, size)
             drawn_before = drawn[mix_sources].tolist()
             orders.append(MixOrder(mix.first_sample, mix_sources, drawn_before, source_index, sample_index))
             if mix is mixes[-1]:
-                drawn[mix_sources] += size  # no mix follows, so an upper bound for the lengths of datasets suffices
+                drawn[mix_sources] += size  # an upper bound: no mix follows that must know the exact numbers
             else:
                 drawn[mix_sources] += on_main(functools.partial(draw_counts, source_index, 0, size, len(mix_sources)))
         datasets = [self._build_mix_source(source, int(count)) for source, count in zip(sources, drawn, strict=True)]
@@ -173,8 +173,8 @@ class _DatasetBuilder:
         if len(blend.sources) == 1:
             return None, None
         weights = self._counts.mix_weights(blend)
-        identity = {"weights": weights, "size": size, "stage": True}  # "stage": another cache folder than a blend's
-        # Ranges stand in for the datasets of the sources: the two indices depend on the weights and the size alone.
+        identity = {"weights": weights, "size": size, "stage": True}  # "stage" tells the folder from those of blends
+        # Ranges stand in for the datasets of the sources, since the indices depend on weights and size alone.
         blended = self._build_blended([range(size)] * len(weights), blend, TRAIN, weights, identity)
         return blended.dataset_index, blended.dataset_sample_index
 
@@ -185,14 +185,19 @@ class _DatasetBuilder:
     def _build_blended(
         self, datasets: Sequence[Any], blend: Blend, part: int, weights: list[float], identity: dict[str, Any]
     ) -> Any:
-        """Return megatron-core's blend of `datasets`, one of each source, with `identity["size"]` samples."""
+        """Return megatron-core's blend of `datasets`, one for each source, with `identity["size"]` samples.
+
+        `identity` holds the values that determine the blend's indices, and names their folder (see `index_folder`).
+        """
         from megatron.core.datasets.blended_dataset import BlendedDataset
         from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
         from megatron.core.datasets.utils import Split
 
         blend_sources = [BlendSource(dataset, Split(part)) for dataset in datasets]
         kinds = [type(dataset).__name__ for dataset in datasets]
-        if len(set(kinds)) > 1:  # kinds are in megatron-core's file names; a single kind is left out, as it always was
+        # megatron-core hashes the datasets' classes into its file names, so blends of different classes need different
+        # folders. If all classes are the same, leave them out: adding them would rename the folders of existing caches.
+        if len(set(kinds)) > 1:
             identity = {**identity, "kinds": kinds}
         with index_folder(self._data.cache, identity) as folder:
             config = self._config(folder, blend.sources, weights=None, unsplit_part=part, split=None)
@@ -222,22 +227,23 @@ class _DatasetBuilder:
         }
         with index_folder(self._data.cache, identity) as folder:
             config = self._config(folder, blend.sources, weights, unsplit_part=min(sizes), split=split)
-            if split is not None and len(sizes) == 1:  # megatron-core would build the split's other parts, too
+            if split is not None and len(sizes) == 1:  # without this, megatron-core would build all parts of the split
                 config.split_matrix = [
                     bounds if part in sizes else None for part, bounds in enumerate(config.split_matrix)
                 ]
-            built = list(BlendedMegatronDatasetBuilder(GPTDataset, requested, lambda: True, config).build())
-        pairs = {pair.copy or pair.prefix: pair for pair in map(self._data.pair, blend.sources)}
+            datasets = list(BlendedMegatronDatasetBuilder(GPTDataset, requested, lambda: True, config).build())
+        # Let the datasets read by a PairReader, which checks ids, and also reads from other stores.
+        pairs = {self._local_prefix(source): self._data.pair(source) for source in blend.sources}
         readers = {path: PairReader(pair, self._vocab_size) for path, pair in pairs.items()}
-        for part_dataset in filter(None, built):  # a GPTDataset, or a blend with the GPTDatasets of its sources
+        for part_dataset in filter(None, datasets):  # a GPTDataset, or a blend with the GPTDatasets of its sources
             for dataset in (part_dataset, *getattr(part_dataset, "datasets", ())):
                 if (path := getattr(dataset, "dataset_path", None)) is not None:  # a GPTDataset, not a blend
                     dataset.dataset, dataset.dataset_path = readers[path], pairs[path].prefix
                     dataset.indices = None  # 4 bytes per document, not used once the sample indices are built
-        return built
+        return datasets
 
     def _local_prefix(self, source: Source) -> str:
-        """Return the prefix of the index that megatron-core opens for a pair; for .npy files, the first path."""
+        """Return the prefix at which megatron-core finds a pair's index; for .npy files, the first path."""
         return source.paths[0] if source.is_npy else self._data.pair(source).copy or source.paths[0]
 
     def _identities(self, sources: Sequence[Source]) -> list[str]:
@@ -246,6 +252,7 @@ class _DatasetBuilder:
     def _config(
         self, folder: Path, sources: Sequence[Source], weights: list[float] | None, unsplit_part: int, split: str | None
     ) -> Any:
+        """Return megatron-core's configuration of a blend; without a `split`, all of it belongs to `unsplit_part`."""
         from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 
         # megatron-core expects a tokenizer, and puts its `unique_identifiers` into the names of cached indices.
@@ -286,7 +293,7 @@ def index_folder(cache: Path, identity: Any) -> Iterator[Path]:
     locks: list[int] = []  # on rank 0: the file descriptor of the cache's lock
     try:
         is_complete = on_main(lambda: _prepare_folder(cache, folder, locks))
-        with _process_group() if is_main() else _reporting_unshared_cache(cache):  # other ranks have a group
+        with _process_group() if is_main() else _reporting_unshared_cache(cache):
             yield folder
         if not is_complete:
             on_main(lambda: write_atomically(folder / COMPLETE, "{}"))
@@ -319,7 +326,7 @@ def _prepare_folder(cache: Path, folder: Path, locks: list[int]) -> bool:
 
 @contextmanager
 def _process_group() -> Iterator[None]:
-    """Make a process group of one rank where none exists: blends of megatron-core 0.16 ask for the rank."""
+    """Make a group of this rank alone if there is none: blends of megatron-core 0.16 ask for the rank."""
     if dist.is_initialized():
         yield
         return

@@ -98,22 +98,23 @@ def fingerprint_data(
 ) -> DataFingerprint:
     """Return the fingerprint of a run's data.
 
-    `samples` is the number of training samples, if their order depends on it; `mixes` are all mixes, if several.
+    `samples` is the number of training samples, if their order depends on it; `mixes` are all mixes, if the run has several.
     """
+    # The source, path, number of tokens and type of each file.
     files = [(source, *file) for source in data.sources() for file in _describe_files(config, source, data)]
     remote_files = {file.url: file for file in data.remote_files}
     paths = [path for _, path, *_ in files]
     hashes = map_in_threads(lambda path: _hash_file(path, remote_files.get(path), data.cache), paths)
-    facts_of: dict[Source, list[FileFacts]] = {}
+    facts_by_source: dict[Source, list[FileFacts]] = {}
     for (source, _, tokens, type_name), content_hash in zip(files, hashes, strict=True):
-        facts_of.setdefault(source, []).append((tokens, type_name, content_hash))
+        facts_by_source.setdefault(source, []).append((tokens, type_name, content_hash))
 
     def digest(blend: Blend, split: str | None = None) -> str:
         weights: list[float | None] = [None] * len(blend.sources)
         if blend.weights and len(blend.sources) > 1:  # the weight of a single source has no effect
             weights = [weight / sum(blend.weights) for weight in blend.weights]
-        parts = [(facts_of[source], weight) for source, weight in zip(blend.sources, weights, strict=True)]
-        return hashlib.sha256(json.dumps([parts, split]).encode()).hexdigest()
+        facts = [(facts_by_source[source], weight) for source, weight in zip(blend.sources, weights, strict=True)]
+        return hashlib.sha256(json.dumps([facts, split]).encode()).hexdigest()
 
     later = [MixFingerprint(first_step=mix.first_step, digest=digest(mix.blend)) for mix in mixes[1:]]
     return DataFingerprint(
@@ -139,11 +140,11 @@ def _describe_files(config: DataConfig, source: Source, data: CheckedData) -> It
 
 
 def _hash_file(path: str, remote: RemoteFile | None, cache: Path) -> str:
-    """Return the hash of a file, see `file_fingerprint`; the index cache remembers the hashes of remote files."""
+    """Return the hash of a file, as `file_fingerprint` does; the hashes of remote files are kept in the index cache."""
     if remote is None:
         return file_fingerprint(Path(path))
     cached = version_folder(cache / "fingerprints", remote.identity)
-    if remote.version and cached.is_file():  # without a version, the file may have changed since
+    if remote.version and cached.is_file():  # without a version, the file may have changed since it was hashed
         return cached.read_text()
     digest = _hash(remote.size, (remote.read(length, offset) for offset, length in _blocks(remote.size)))
     with reported_as_local(cached):
@@ -153,7 +154,7 @@ def _hash_file(path: str, remote: RemoteFile | None, cache: Path) -> str:
 
 
 def file_fingerprint(path: Path) -> str:
-    """Return the hexadecimal hash of a file's size and of blocks spread over the file; small files are hashed whole."""
+    """Return the hexadecimal hash of a file's size and of blocks spread over the file; small files are hashed fully."""
     try:
         with path.open("rb") as stream:
             size = os.fstat(stream.fileno()).st_size
@@ -179,9 +180,9 @@ def _blocks(size: int) -> Iterator[tuple[int, int]]:
 
 
 def describe_other_tokenizer(stated: Iterable[str | None], digest: str, whose: str) -> str | None:
-    """Return a warning if manifests state another tokenizer than `whose`, which has SHA-256 `digest`; else None.
+    """Return a warning if manifests state another tokenizer than `whose` (words), with SHA-256 `digest`; else None.
 
-    `stated` are the SHA-256s in manifests. Another one is no error: an export may hold a tokenizer in other bytes.
+    `stated` are the SHA-256s in manifests. Another one is no error: an export may hold the tokenizer in other bytes.
     """
     others = {other for other in stated if other} - {digest}
     if not others:
@@ -195,7 +196,7 @@ def resumed_fingerprint(
     """Return the fingerprint of a resumed run: the present one, with all changes since the run began.
 
     Added or removed sets are no changes, and neither are mixes that begin after the checkpoint's `step`. `allowed` has
-    the names of sets that may change; None: all may. `run` is the run's name in messages.
+    the names of sets that may change; None: all may. Messages call the run `run`.
 
     Raises:
         InputError: sets that may not change have changed; one line for each of them.
@@ -215,15 +216,16 @@ def resumed_fingerprint(
 
 def _differences(before: DataFingerprint, present: DataFingerprint, step: int) -> Iterator[tuple[str, str, str]]:
     """Yield, for each set that differs, the set's name, the set's configuration field, and the difference in words."""
-    names = sorted(before.valid.keys() & present.valid.keys())
-    valid = ((name, f"data.valid_data.{name}", before.valid[name], present.valid[name]) for name in names)
-    for name, field, old, new in ((TRAINING, "data.train_data", before.train, present.train), *valid):
+    sets = [(TRAINING, "data.train_data", before.train, present.train)]
+    for name in sorted(before.valid.keys() & present.valid.keys()):
+        sets.append((name, f"data.valid_data.{name}", before.valid[name], present.valid[name]))
+    for name, field, old, new in sets:
         if old.digest != new.digest:
             yield name, field, f"other files, weights or split, {_shorten(new.digest)} for {_shorten(old.digest)}"
         elif old.samples != new.samples:
             new_size, old_size = ("one epoch" if n is None else f"{n:,} samples" for n in (new.samples, old.samples))
-            reason = "past one epoch it depends on training.train_iters × training.global_batch_size"
-            yield name, field, f"the order for {new_size} for that for {old_size}; {reason}"
+            reason = "past one epoch the order depends on training.train_iters × training.global_batch_size"
+            yield name, field, f"the order for {new_size}, and not that for {old_size}; {reason}"
     old_mixes, new_mixes = ([mix for mix in data.train.stages if mix.first_step <= step] for data in (before, present))
     if old_mixes != new_mixes:
         yield TRAINING, "data.stages", "another stage up to the step of the checkpoint"

@@ -84,8 +84,7 @@ class LedgerWriter:
         starts = first_token + np.cumsum(lengths, dtype=np.int64) - lengths
         columns = {"shard": pyarrow.repeat(shard, len(lengths)), "first_token": pyarrow.array(starts)}
         columns |= {name: rows.column(name) for name in self._schema.names if name not in columns}
-        batch = [columns[name] for name in self._schema.names]
-        self._pending.append(pyarrow.record_batch(batch, schema=self._schema))
+        self._pending.append(pyarrow.record_batch([columns[name] for name in self._schema.names], schema=self._schema))
         self._pending_rows += len(lengths)
         if self._pending_rows >= GROUP_ROWS:
             self._write_groups(is_last=False)
@@ -146,7 +145,7 @@ class Ledger:
     def documents(self, first_token: int, length: int) -> list[LedgerRow]:
         """Return the documents that contain any of `length` tokens from `first_token` on, in order."""
         end = first_token + length
-        place = max(0, bisect.bisect_right(self._starts, first_token) - 1)  # of the group with `first_token`
+        place = max(0, bisect.bisect_right(self._starts, first_token) - 1)  # the group with `first_token`
         groups = self._groups[place : bisect.bisect_left(self._starts, end)]
         rows = [row for group in groups for row in self._rows_in_group(group, first_token, end)]
         covered = sum(min(end, row.first_token + row.length) - max(first_token, row.first_token) for row in rows)
@@ -158,7 +157,7 @@ class Ledger:
         return rows
 
     def _read_group(self, group: int) -> tuple[np.ndarray, np.ndarray, Any]:
-        """Return where the rows of a row group begin and end, in tokens, [rows] int64 each, and the rows as a table."""
+        """Return the tokens at which a row group's rows begin and end, [rows] int64 each, and the rows as a table."""
         with _reporting_damage(self.path):
             table = self._file.read_row_group(group, columns=self._columns)
             begins = table["first_token"].to_numpy()
@@ -168,7 +167,8 @@ class Ledger:
         """Yield the rows of a row group that contain any of the tokens from `begin` up to `end`."""
         begins, ends, table = self._read_cached(group)
         first, last = int(np.searchsorted(ends, begin, "right")), int(np.searchsorted(begins, end, "left"))
-        rows = (LedgerRow(**row) for row in table.slice(first, max(0, last - first)).to_pylist())  # 0: of no token
+        # If no token is requested, `last` may be less than `first`.
+        rows = (LedgerRow(**row) for row in table.slice(first, max(0, last - first)).to_pylist())
         return (row for row in rows if row.length)  # a refused line has no tokens
 
 

@@ -30,7 +30,7 @@ class FileRecord(_Part, frozen=True, kw_only=True):
 
 
 class InputRecord(FileRecord, frozen=True, kw_only=True):
-    """One input file; the modification time avoids hashing it again."""
+    """One input file; if its modification time is the same, it need not be hashed again."""
 
     modified_ns: int
 

@@ -61,7 +61,7 @@ def order_mixes(first: Blend, later: Mapping[str, Blend], *, global_batch_size: 
 
 
 def mix_ends(mixes: Sequence[Any], samples: int) -> list[tuple[Any, int]]:
-    """Return each Mix or MixOrder of a run of `samples` samples, with the number of the first sample after the mix."""
+    """Return each Mix or MixOrder of a run of `samples` samples, with the number of the first sample after it."""
     return list(zip(mixes, [*(mix.first_sample for mix in mixes[1:]), samples], strict=True))
 
 
@@ -99,10 +99,10 @@ def overlap_problems(blends: Sequence[Sequence[Word]]) -> list[str]:
 def step_problems(names: Sequence[str], *, train_iters: int, batch_tokens: int) -> list[str]:
     """List a problem for each mix that begins with the run's first step, with another mix, or after the last step."""
     problems = []
-    mix_at: dict[int, str] = {1: "data.train_data"}  # by first step
+    name_by_step: dict[int, str] = {1: "data.train_data"}  # by the first step of the mix
     for name in names:
         step = first_step(name, batch_tokens=batch_tokens)
-        if (other := mix_at.setdefault(step, name)) != name:
+        if (other := name_by_step.setdefault(step, name)) != name:
             problems.append(f"data.stages: {name!r} begins with step {step:,}, as {other} does; leave one out")
         elif step > train_iters:
             problems.append(
@@ -141,13 +141,13 @@ class MixOrder:
     first_sample: int
     """The number, in the run, of the mix's first sample."""
     sources: Sequence[int]
-    """The run's number of each source of the mix."""
+    """The number, in the run, of each source of the mix."""
     drawn_before: Sequence[int]
     """The samples that earlier mixes have drawn from each source of the mix."""
     source_index: Any
     """[samples]: the source of each sample, as a position in `sources`; None if there is only one source."""
     sample_index: Any
-    """[samples]: the number of samples that the mix draws from the same source before; None as for `source_index`."""
+    """[samples]: how many samples the mix has drawn from the same source before; None if there is only one source."""
 
 
 def draw_counts(source_index: Any, first: int, end: int, sources: int) -> np.ndarray:

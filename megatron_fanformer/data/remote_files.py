@@ -27,13 +27,13 @@ from megatron_fanformer.durable_files import publish, take_lock, temporary_name
 from megatron_fanformer.errors import CorruptError, InputError, redacted
 from megatron_fanformer.stores import driver_of, query, reason_of, reported_as_local
 
-PART_BYTES, PARTS = 1 << 22, 8  # a whole file is read by requests of so many bytes, so many at a time
+PART_BYTES, PARTS = 1 << 22, 8  # a file is copied by requests of PART_BYTES, PARTS of them at a time
 THREADS = 32
-REQUEST_SECONDS = 20.0
-PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, *[16.0] * 6)
-# Less than the default of runtime.distributed_timeout_minutes, since the other ranks wait meanwhile.
+REQUEST_SECONDS = 20.0  # after which a request fails
+PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, *[16.0] * 6)  # between attempts
+# For all attempts: less than the default of runtime.distributed_timeout_minutes, since other ranks wait meanwhile.
 PATIENCE_SECONDS = 70.0
-# Fields of fsspec's `info`: those that identify the content, and times of change for stores that state none of them.
+# Fields of fsspec's `info` that identify the content, and times, for stores that state none of these fields.
 _STRONG = ("ETag", "etag", "generation", "blob_id", "md5Hash", "content_md5", "Content-MD5")
 _WEAK = ("mtime", "Last-Modified", "LastModified", "last_modified", "modified", "updated", "created")
 
@@ -50,7 +50,7 @@ class RemoteFile:
     url: str
     size: int
     version: str | None
-    """The version that the store states; None: it states none, and a change of the same size is not noticed."""
+    """The version that the store states; None: it states none, so that only a change of the size is noticed."""
 
     @property
     def path(self) -> str:
@@ -111,7 +111,7 @@ def _request(url: str, method: str, *, refused_is_missing: bool = False, **optio
 
 
 def _attempt(url: str, method: str, options: dict[str, Any], refused_is_missing: bool) -> Any:
-    """Call a method of the store's driver once. ConnectionError: another attempt may succeed; PermissionError: none."""
+    """Call a method of the store's driver once. After ConnectionError, another attempt may succeed; else none can."""
     driver = _driver_of(url)
     settings: dict[str, Any] = {"timeout": REQUEST_SECONDS} if driver.async_impl else {}
     if method == "cat_file" and url.startswith("http"):  # otherwise a server may send a compressed body
@@ -151,7 +151,7 @@ def _status_of(error: BaseException) -> int | None:
 
 
 def _is_missing(error: Exception) -> bool:
-    """Return whether an error means a missing file; FileNotFoundError of fsspec's HTTP driver has other causes, too."""
+    """Return whether an error means a missing file. fsspec's FileNotFoundError may also mean an unreachable server."""
     status, cause = _status_of(error), error.__cause__
     if status is not None:
         return status in (404, 410)
@@ -184,20 +184,20 @@ def find_file(url: str) -> RemoteFile | None:
         raise InputError(f"{redacted(url)}: its store states no size; serve it by one that does")
     version = next((str(info[name]) for name in (*_STRONG, *_WEAK) if info.get(name)), None)
     if version and "ino" in info and not any(map(info.get, _STRONG)):
-        version += f" {info['ino']}"  # two files may have one time, but not one inode
+        version += f" {info['ino']}"  # a replaced file may have the same time, but has another inode
     return RemoteFile(url, info["size"], version)
 
 
 def refuse_changed(files: Sequence[RemoteFile]) -> None:
     """Raise CorruptError if a file has changed since it was looked up."""
-    files_now = map_in_threads(find_file.__wrapped__, [file.url for file in files])  # past the cache of find_file
+    files_now = map_in_threads(find_file.__wrapped__, [file.url for file in files])  # not from the cache of find_file
     for file, now in zip(files, files_now, strict=True):
         if now != file:
             raise CorruptError(f"{file.path} is another file than when the run began; put it back and resume")
 
 
 def list_files(url: str, suffix: str | tuple[str, ...]) -> list[str]:
-    """Return the sorted URLs in a folder, whose URL ends in /, or of a glob pattern, if they end in `suffix`."""
+    """Return the sorted URLs in a folder (its URL ends in /), or that match a glob pattern, if they end in `suffix`."""
     return [file for file in _listing(url) if file.endswith(suffix)]
 
 
@@ -210,7 +210,7 @@ def _listing(url: str) -> list[str]:
 
 
 def read_small_files(urls: Iterable[str]) -> list[bytes | None]:
-    """Return, for each URL, the bytes of the small file, or None if there is none; they are remembered.
+    """Return the bytes of the small file at each URL, or None if there is no file; `forget_files` forgets the answers.
 
     A file to which access is denied counts as missing: a store that denies listing answers so for missing files.
     """
@@ -247,7 +247,7 @@ def copy_to(file: RemoteFile, path: Path) -> None:
 
 
 def version_folder(cache: Path, identity: str) -> Path:
-    """Return the folder in a cache for one version of a file, whose `RemoteFile.identity` is given."""
+    """Return the folder in a cache for one version of a file; `identity` is that of a `RemoteFile`."""
     return cache / hashlib.sha256(identity.encode()).hexdigest()[:32]
 
 

@@ -65,7 +65,7 @@ class SampleCounts:
         """Return whether training may read a pair more than once: then the order of samples depends on their number.
 
         The reason is that megatron-core shuffles all epochs of a pair together. Epochs of .npy files are shuffled one
-        by one. In doubt, within a hundredth of an epoch, the answer is True.
+        by one. In doubt, that is, within a hundredth of an epoch, the answer is True.
         """
         blend, is_split = self._data.train, config.split is not None
         if any(source.is_npy for source in blend.sources):
@@ -93,14 +93,14 @@ class SampleCounts:
         return (tokens - 1) // self._seq_length if tokens > self._seq_length else tokens / self._seq_length
 
     def mixed_sizes(self, blend: Blend, size: int | None) -> tuple[list[float], int, list[int]]:
-        """Return a blend's weights, the blend's size and the samples to build of each source. The blend has .npy files.
+        """Return the weights and the size of a blend with .npy files, and how many samples to build of each source.
 
         `size` None means one epoch. Without weights, sources are weighted by the samples in their epochs.
         """
         epoch_samples = [self.source_epoch_samples(source) for source in blend.sources]
         total = int(sum(epoch_samples)) if size is None else size
         weights = np.array(blend.weights or epoch_samples) / sum(blend.weights or epoch_samples)
-        # megatron-core's blend draws from the source furthest behind its share, so at most one sample beyond a share.
+        # megatron-core draws from the source furthest behind its share, so at most one sample beyond a share.
         return weights.tolist(), total, [int(weight * total) + 1 for weight in weights]
 
     def mix_weights(self, blend: Blend) -> list[float]:
@@ -143,7 +143,7 @@ class SampleCounts:
 
         Raises InputError if a part has no documents, or if one epoch is requested and holds no whole sample.
         """
-        parts = self._data.pair(blend.sources[0]).part_tokens if is_split else sizes  # of a split: all
+        parts = self._data.pair(blend.sources[0]).part_tokens if is_split else sizes
         tokens = {part: [self._tokens(source, part, is_split=is_split) for source in blend.sources] for part in parts}
         weights = blend.weights if len(blend.sources) > 1 else None
         if len(blend.sources) > 1 and weights is None:
@@ -152,12 +152,12 @@ class SampleCounts:
                 weights = [float(self._data.pair(source).tokens) for source in blend.sources]
         requested: list[int | None] = [0] * len(PART_NAMES)
         for part, size in sizes.items():
-            samples = self._samples(tokens[part]) if size is None else size  # or InputError: there is no whole sample
+            samples = self._samples(tokens[part]) if size is None else size  # raises if there is no sample
             requested[part] = size if weights is None else samples  # with weights, megatron-core requires a number
         return weights, requested
 
     def _need_weights(self, tokens: list[int], size: int | None) -> bool:
-        """Return whether pairs with these `tokens` must repeat to make `size` samples, or one makes no sample."""
+        """Return whether pairs of so many `tokens` must repeat for `size` samples, or one is too short for a sample."""
         has_short_pair = min(tokens) <= self._seq_length
         return has_short_pair or (size is not None and size > self._samples(tokens))
 

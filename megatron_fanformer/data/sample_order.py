@@ -48,7 +48,7 @@ class Epochs:
 
     def _order_of(self, epoch: int) -> np.ndarray:
         """Return the numbers of the samples in the order of an epoch; the last order is kept."""
-        with self._lock:  # several threads read samples on other stores
+        with self._lock:  # several threads read samples from remote stores
             if self._order is None or self._order[0] != epoch:
                 self._order = None  # frees its memory before the next order is computed
                 self._order = (epoch, shuffle_numbers(self.epoch_samples, seed=self._seed, epoch=epoch))

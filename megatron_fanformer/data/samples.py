@@ -2,7 +2,7 @@
 
 A document ends with its end-of-text id, in .bin and .npy files alike. It also ends where a sample goes on with another
 sequence of a .bin file, since megatron-core shuffles sequences, even those of one document. megatron-core's GPTDataset
-would look for the id alone. DocumentSamples wraps it, and so keeps the order of samples and the cached indices.
+would look for the id alone. DocumentSamples wraps it, which keeps the order of samples and the cached indices.
 """
 
 import itertools
@@ -115,9 +115,9 @@ class Span:
 
 
 def sample_spans(dataset: Any, index: int) -> list[Span]:
-    """Return the runs of tokens that sample `index` of a training or validation set consists of, in order.
+    """Return the runs of tokens, in order, that make up sample `index` of a training or validation set.
 
-    In all, these are seq_length tokens for .npy files; one more, the last label, for pairs; fewer for padded chats.
+    Together they have seq_length tokens for .npy files; one more, the last label, for pairs; fewer for padded chats.
     """
     dataset = unwrap(dataset)
     if isinstance(dataset, ChatDataset):
@@ -188,8 +188,8 @@ class DocumentSamples(SampleWrapper):
         is_end = item["tokens"] == self.eod_id
         # 1 where a document begins: after an end of text, and where the sample or a sequence begins.
         begins = is_end.roll(1).long()
-        sequence_starts = itertools.accumulate(span.length for span in sequence_spans(self.samples, index))
-        begins[[0, *(start for start in sequence_starts if start < len(begins))]] = 1
+        starts = [0, *itertools.accumulate(span.length for span in sequence_spans(self.samples, index))]
+        begins[[start for start in starts if start < len(begins)]] = 1  # the last start is the end of all spans
         if self.reset_attention_mask:
             item[DOCUMENT_IDS] = (begins.cumsum(0) - 1).int()
         if self.eod_mask_loss:

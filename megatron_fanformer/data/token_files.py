@@ -140,7 +140,7 @@ class TokenIndex:
 
     @property
     def bounds(self) -> np.ndarray:
-        """Return the first sequence of each document, and the number of sequences, [documents + 1] int64."""
+        """Return the first sequence of each document, and last the number of sequences, [documents + 1] int64."""
         return _map_array(self.idx, np.int64, INDEX_HEADER.size + (4 + 8) * self.sequences, self.documents + 1)
 
     def refuse_stated_ids(self, vocab_size: int) -> None:
@@ -206,7 +206,7 @@ def _check_entries(index: TokenIndex, bin_bytes: int, parts: Mapping[int, tuple[
     lengths, pointers, bounds, token_bytes = index.lengths, index.pointers, index.bounds, index.dtype.itemsize
     checksum, end, part_tokens = 0, 0, dict.fromkeys(parts or {}, 0)  # `end`: the byte where the last sequence ends
     for first in range(0, len(lengths), CHECKED_ENTRIES):
-        block = np.array(lengths[first : first + CHECKED_ENTRIES])
+        block = np.array(lengths[first : first + CHECKED_ENTRIES])  # lengths of sequences
         ends = end + np.cumsum(block, dtype=np.int64) * token_bytes
         starts = np.append(np.int64(end), ends[:-1])
         if len(wrong := np.flatnonzero(pointers[first : first + CHECKED_ENTRIES] != starts)):
@@ -216,7 +216,7 @@ def _check_entries(index: TokenIndex, bin_bytes: int, parts: Mapping[int, tuple[
         end = int(ends[-1])
         checksum = zlib.crc32(block.tobytes(), checksum)
         for part, fractions in (parts or {}).items():
-            # Where the part begins and stops in this block; slicing takes a stop beyond the block for its end.
+            # Where the part begins and stops in this block. It may stop beyond the block: slicing allows that.
             begin, stop = (max(0, round(fraction * len(lengths)) - first) for fraction in fractions)
             part_tokens[part] += int(block[begin:stop].sum(dtype=np.int64))
     if bin_bytes != end:
@@ -226,7 +226,7 @@ def _check_entries(index: TokenIndex, bin_bytes: int, parts: Mapping[int, tuple[
     if (bounds[0], bounds[-1]) != (0, len(lengths)):
         stated = f"the first document bound is {bounds[0]}, the last {bounds[-1]}"
         raise _corrupt(index.idx, f"{stated}, not 0 and {len(lengths)}")
-    # An empty document repeats a bound, but with as many documents as sequences every document is one sequence.
+    # An empty document repeats a bound. With as many documents as sequences, each must be one sequence: none is empty.
     least_step = 1 if index.documents == len(lengths) else 0
     for first in range(0, index.documents, CHECKED_ENTRIES):
         if len(wrong := np.flatnonzero(np.diff(bounds[first : first + CHECKED_ENTRIES + 1]) < least_step)):
@@ -277,15 +277,15 @@ class PairReader:
 
     def locate(self, sequence: int) -> tuple[int, int]:
         """Return the number of a sequence's first token in the .bin file, and its length in tokens."""
-        begin, *rest = self._pointers[sequence : sequence + 2].tolist()
-        end = rest[0] if rest else self._end
+        begin, *next_begin = self._pointers[sequence : sequence + 2].tolist()
+        end = next_begin[0] if next_begin else self._end  # no other sequence follows the last one
         return begin // self._dtype.itemsize, (end - begin) // self._dtype.itemsize
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Return tokens of sequence `idx` from its token `offset` on: `length` of them, or, if None, all others."""
-        begin, whole = self.locate(int(idx))
+        begin, sequence_length = self.locate(int(idx))
         first = begin + offset
-        count = whole - offset if length is None else int(length)
+        count = sequence_length - offset if length is None else int(length)
         if self._remote is not None:
             ids = self._remote.values(self._dtype, first, count)
         else:
@@ -332,7 +332,7 @@ def open_npy_files(paths: Iterable[str], dtype: NpyType) -> list[NpyFile]:
     """
     paths = list(paths)
     urls = [path for path in paths if is_url(path)]
-    # Requested in parallel here, and remembered for `_open_npy`.
+    # These two request files and manifests in parallel; `_open_npy` would request one after the other.
     look_up(urls)
     read_small_files(npy_prefix(url) + MANIFEST_SUFFIX for url in urls)
     open_file = functools.partial(_open_npy, default=dtype)
@@ -372,7 +372,7 @@ def _read_npy_manifest(path: str, size: int) -> tuple[str, int] | None:
     if manifest is None:
         return None
     record = find_record(prefix, manifest)
-    if record is None:  # perhaps file and manifest were renamed; do not guess the type, which the manifest states
+    if record is None:  # a manifest of files of another name; without it, the type of the ids would be a guess
         raise InputError(
             f"{redacted(prefix)}{MANIFEST_SUFFIX} is of files of another name, and not of {redacted(path)}; give both"
             " the name that it states, or remove it and set data.npy_dtype to the file's type"
@@ -389,7 +389,7 @@ def _read_npy_manifest(path: str, size: int) -> tuple[str, int] | None:
 
 
 def whole_samples(files: Sequence[NpyFile], seq_length: int) -> int:
-    """Count the samples in an epoch of .npy files, each within one file. Raises InputError if there is no sample."""
+    """Count the samples in an epoch of .npy files; no sample crosses files. Raises InputError if there is no sample."""
     samples = sum(file.tokens // seq_length for file in files)
     if not samples:
         raise InputError(

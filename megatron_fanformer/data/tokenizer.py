@@ -141,8 +141,7 @@ class HuggingFaceTokenizer:
             except BaseException as error:  # the library's panics are not subclasses of Exception
                 reason = " ".join(str(error).split())
                 raise InputError(
-                    f"tokenizer {self.path} cannot encode a text that begins {text[:20]!r} ({reason}); use another "
-                    "tokenizer"
+                    f"tokenizer {self.path} cannot encode a text that begins {text[:20]!r} ({reason}); use another"
                 ) from error
             ids.append(encoded.ids)
         return ids
@@ -163,8 +162,8 @@ def load_tokenizer(path: str | Path, *, eod_id: int | None = None, needs_eod: bo
     """
     file = tokenizer_file(path)
     try:
-        kind = HuggingFaceTokenizer if file.suffix == ".json" else SentencePieceTokenizer
-        tokenizer = kind(file)
+        tokenizer_class = HuggingFaceTokenizer if file.suffix == ".json" else SentencePieceTokenizer
+        tokenizer = tokenizer_class(file)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the libraries' panics are not subclasses of Exception
@@ -174,19 +173,17 @@ def load_tokenizer(path: str | Path, *, eod_id: int | None = None, needs_eod: bo
     tokenizer.eod_id, tokenizer.eod_source = _end_of_text(tokenizer, eod_id)
     if tokenizer.eod_id == NO_ID and needs_eod:
         special = [f"{id} {piece}" for piece, id in tokenizer.special_ids.items()]
-        shown = ", ".join([*special[:SHOWN_PIECES], *(["…"] if len(special) > SHOWN_PIECES else [])])
-        raise InputError(
-            f"tokenizer {file} does not say what ends a text; state the id by --eod-id "
-            f"({f'its special pieces: {shown}' if special else 'it has no special pieces'})"
-        )
+        shown = ", ".join(special[:SHOWN_PIECES]) + (", …" if len(special) > SHOWN_PIECES else "")
+        pieces = f"its special pieces: {shown}" if special else "it has no special pieces"
+        raise InputError(f"tokenizer {file} does not say what ends a text; state the id by --eod-id ({pieces})")
     return tokenizer
 
 
 def _end_of_text(tokenizer: Tokenizer, stated: int | None) -> tuple[int, str | None]:
-    """Return the id that ends a text, and what states it: the argument, or a file beside the tokenizer.
+    """Return the id that ends a text, and what states it: "eod_id" (the argument), or a file beside the tokenizer.
 
-    If neither does (None), the id is that of the special piece with the likeliest name, else the model's default.
-    An ordinary piece of such a name does not count: `</s>` is an HTML tag in Gemma's vocabularies.
+    If nothing states it (None), it is the id of the special piece with the likeliest name, else the model's default.
+    Ordinary pieces with such a name do not count: `</s>` is an HTML tag in Gemma's vocabularies.
     """
     if stated is not None:
         if not 0 <= stated < tokenizer.vocab_size:
@@ -209,7 +206,7 @@ def _end_of_text(tokenizer: Tokenizer, stated: int | None) -> tuple[int, str | N
 
 
 def end_of_text_notices(tokenizer: Tokenizer) -> list[str]:
-    """Return a notice if the end of text was chosen by its name or by default; else an empty list."""
+    """Return a notice if neither option nor file states the end of text, so that a piece was chosen; else no notice."""
     if tokenizer.eod_source is not None or tokenizer.eod_id == NO_ID:
         return []
     return [
@@ -230,7 +227,7 @@ def read_json_config(file: Path) -> dict[str, Any]:
 
 
 def token_text(stated: Any) -> str | None:
-    """Return a special token's text, which `tokenizer_config.json` states alone or in an object; None if in neither."""
+    """Return a special token's text, which `tokenizer_config.json` states alone or in an object; otherwise None."""
     text = stated.get("content") if isinstance(stated, dict) else stated
     return text if isinstance(text, str) else None
 
@@ -244,8 +241,8 @@ def tokenizer_file(path: str | Path) -> Path:
     path = Path(path)
     if path.is_dir():
         models = sorted(path.glob("*.model"))
-        named = [path / TOKENIZER_JSON, path / TOKENIZER_MODEL, *(models if len(models) == 1 else [])]
-        if not (files := [file for file in named if file.is_file()]):
+        candidates = [path / TOKENIZER_JSON, path / TOKENIZER_MODEL, *(models if len(models) == 1 else [])]
+        if not (files := [file for file in candidates if file.is_file()]):
             raise InputError(
                 f"folder {path} holds no tokenizer.json and not one .model file; make a tokenizer.json by "
                 "transformers' AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
