@@ -55,12 +55,9 @@ NOTHING_LEARNED = "nothing to learn"
 MARKS_OTHERS = "the template does not mark each answer, and some have weights"
 NOTHING_LEARNED_BEFORE_CUT = "nothing to learn within max_tokens"
 
-ROLES = {
-    **{role: role for role in ("system", "developer", "user", ASSISTANT, "tool")},
-    "human": "user",
-    "gpt": ASSISTANT,
-}
-"""The name that templates use, for each name of a role in a data set."""
+ROLES = {role: role for role in ("system", "developer", "user", ASSISTANT, "tool")}
+ROLES |= {"human": "user", "gpt": ASSISTANT}
+"""The roles that templates know, by the names that data sets give them."""
 FIELDS = ("messages", "conversations", "prompt", "completion", "tools")
 WEIGHTS = ("weight", "train", "loss")
 """Fields of an answer; if one of them is 0 or false, the answer is not learned."""
@@ -76,15 +73,15 @@ class Chat(NamedTuple):
 
 
 class ChatParser:
-    """Extracts messages, tools, id and source from one line or row."""
+    """Extracts messages, tools, id and source from one line or row of a data set."""
 
     def __init__(self) -> None:
         fields: list[Any] = [*((name, Any, None) for name in FIELDS), ("id", Scalar, None), ("source", Scalar, None)]
-        self._decode = msgspec.json.Decoder(msgspec.defstruct("Line", fields)).decode  # builds no other fields
+        self._decode = msgspec.json.Decoder(msgspec.defstruct("Line", fields)).decode  # skips other fields
 
     def parse(self, line: bytes) -> Chat | Refusal:
         """Return the conversation on a line, or the reason to refuse the line; a line end does not matter."""
-        if len(line) > LOOK_AGAIN_BYTES:  # in memory, its objects take up to 25 times as many bytes
+        if len(line) > LOOK_AGAIN_BYTES:  # parsed, a line takes up to 25 times its bytes
             return Refusal(TOO_LONG_A_CHAT)
         fields: Mapping[str, Any] | Refusal
         try:
@@ -129,7 +126,7 @@ class _Refused(Exception):
 
 
 def _find_messages(fields: Mapping[str, Any]) -> Sequence[Any]:
-    """Return the messages of a conversation as its data set states them. Raises _Refused if there are none."""
+    """Return the messages of a conversation as the data set states them. Raises _Refused if there are none."""
     for name in ("messages", "conversations"):
         stated = fields.get(name)
         if stated is not None:
@@ -145,7 +142,7 @@ def _find_messages(fields: Mapping[str, Any]) -> Sequence[Any]:
 
 
 def _parse_message(stated: Any) -> Message:
-    """Return a stated message with the field names and role that templates expect. Raises _Refused if it is invalid."""
+    """Return a message with the field names and the role that templates expect. Raises _Refused if it is invalid."""
     if not isinstance(stated, dict):
         raise _Refused(NOT_MESSAGES)
     fields = {name: value for name, value in stated.items() if value is not None}
@@ -167,7 +164,7 @@ def _parse_message(stated: Any) -> Message:
 
 
 def _join_text(content: Any) -> str:
-    """Return the content of a message as one text; it is a text, or a list of texts and of objects with a text."""
+    """Return a message's content, which is a text, or a list of texts and of objects with a text, as one text."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -196,7 +193,7 @@ def _parse_tools(stated: Any) -> list[dict[str, Any]] | None:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a value from a Parquet file without null fields: an object has a null where only others have a field."""
+    """Return a value from a Parquet file without null fields: they are fields that only other objects have."""
     if isinstance(value, dict):
         return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
     return list(map(_without_nulls, value)) if isinstance(value, list) else value
@@ -224,7 +221,7 @@ class ChatEncoder:
 
     def encode(self, number: int, block: Block) -> EncodedBlock:
         """Encode the conversations of a file's block; blocks are numbered from 0."""
-        outcomes = parse_block(block, self.parser)  # below, refusals replace the conversations that are refused
+        outcomes = parse_block(block, self.parser)  # a refusal replaces each conversation that is refused below
         rendered: dict[int, RenderedChat] = {}  # by the number of the line
         for line, chat in enumerate(outcomes):
             if isinstance(chat, Refusal):
@@ -234,16 +231,19 @@ class ChatEncoder:
             except TemplateRefusal as refusal:
                 outcomes[line] = Refusal(refusal.reason)
         first_name = f"conversation {outcomes[next(iter(rendered))].id!r}" if rendered else ""
-        # A piece is a text, or the id of a special token, with a flag that says whether it is learned.
-        pieces_by_line = {line: list(chat_pieces(self._encoder.exact, text)) for line, text in rendered.items()}
+        # A piece is a text, or the id of a special token. The texts of all conversations are encoded together.
+        pieces_by_line = {line: list(chat_pieces(self._encoder.exact, chat)) for line, chat in rendered.items()}
         texts = [piece.encode() for pieces in pieces_by_line.values() for piece, _ in pieces if isinstance(piece, str)]
         ids_of_texts = iter(self._encoder.encode_block(number, texts, first_name))
-        no_ids, no_mask = np.empty(0, self._dtype), np.empty(0, np.uint8)  # give results a type if all else is empty
+        no_ids, no_mask = np.empty(0, self._dtype), np.empty(0, np.uint8)  # concatenate needs an array with a type
         tokens, masks, is_cut, text_bytes = [], [], [], 0
         for line, pieces in pieces_by_line.items():
-            parts = [next(ids_of_texts) if isinstance(piece, str) else np.array([piece]) for piece, _ in pieces]
-            flags = [np.full(len(part), flag, np.uint8) for part, (_, flag) in zip(parts, pieces, strict=True)]
-            fitted = self._cut_or_pad(np.concatenate([no_ids, *parts]), np.concatenate([no_mask, *flags]))
+            ids_of_pieces: list[np.ndarray] = [no_ids]
+            mask_of_pieces: list[np.ndarray] = [no_mask]
+            for piece, is_learned in pieces:
+                ids_of_pieces.append(next(ids_of_texts) if isinstance(piece, str) else np.array([piece]))
+                mask_of_pieces.append(np.full(len(ids_of_pieces[-1]), is_learned, np.uint8))
+            fitted = self._cut_or_pad(np.concatenate(ids_of_pieces), np.concatenate(mask_of_pieces))
             if isinstance(fitted, Refusal):
                 outcomes[line] = fitted
                 continue
@@ -263,7 +263,7 @@ class ChatEncoder:
         )
 
     def _render(self, chat: Chat) -> RenderedChat:
-        """Render a conversation, and keep only those spans of answers that are to be learned.
+        """Render a conversation, and keep the spans of only those answers that are to be learned.
 
         Raises TemplateRefusal if the template refuses the messages, or if an answer has weight 0 and the template does
         not mark the span of each answer.
@@ -271,7 +271,7 @@ class ChatEncoder:
         rendered = self._template.render(chat.messages, tools=chat.tools)
         answers = [message for message in chat.messages if message["role"] == ASSISTANT]
         are_learned = [all(answer.get(name) != 0 for name in WEIGHTS) for answer in answers]
-        if all(are_learned):  # then a template need not mark one span for each answer
+        if all(are_learned):  # then every span is, even if the template does not mark one for each answer
             are_learned = [True] * len(rendered.learned)
         elif len(are_learned) != len(rendered.learned):
             raise TemplateRefusal("answers have weights, and the template does not mark each of them", MARKS_OTHERS)
@@ -280,7 +280,7 @@ class ChatEncoder:
         return rendered._replace(learned=[span for span, is_learned in chosen_spans if is_learned])
 
     def _cut_or_pad(self, ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool] | Refusal:
-        """Cut or pad a conversation; return its ids, its mask and whether it was cut, or return the refusal."""
+        """Cut or pad a conversation. Return the ids, the mask, and whether ids were cut off; or return a refusal."""
         settings = self._settings
         is_cut = settings.max_tokens is not None and len(ids) > settings.max_tokens
         if is_cut and settings.too_long == "drop":

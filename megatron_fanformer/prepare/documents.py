@@ -81,7 +81,7 @@ class Document(NamedTuple):
 
 
 class DocumentParser:
-    """Extract text, id and source from one line or row; build nothing else of the JSON object.
+    """Extracts text, id and source from one line or row, and builds nothing else of the JSON object.
 
     Args:
         text_field: the field (the column) of the text. If that is `id`, documents have no id; if `source`, no source.
@@ -94,7 +94,7 @@ class DocumentParser:
         self._text_field = text_field
         self._other_fields = [name for name in ("id", "source") if name != text_field]
         fields: list[Any] = [("text", str), *((name, Scalar, None) for name in self._other_fields)]
-        # `parse` reads the attributes `id` and `source`; if one of them is the field of the text, it is always None.
+        # `parse` reads the attributes `id` and `source`; one that is the field of the text becomes a constant None.
         constants: dict[str, Any] = {text_field: None} if text_field in ("id", "source") else {}
         try:
             line = msgspec.defstruct("Line", fields, rename={"text": text_field}, namespace=constants)
@@ -111,14 +111,14 @@ class DocumentParser:
         return self.make_document(fields.text, fields.id, fields.source)
 
     def parse_text(self, data: bytes, id: str) -> Document | Refusal:
-        """Return a text file, without its byte order mark, as one document, or the reason to refuse the file."""
+        """Return the document that a text file is, without a byte order mark, or the reason to refuse the file."""
         try:
             return self.make_document(data.decode("utf-8-sig"), id, None)
         except UnicodeDecodeError:
             return Refusal(INVALID_UTF8)
 
     def parse_rows(self, columns: Mapping[str, Any]) -> list[Document | Refusal]:
-        """Return the document in each row of a Parquet file, or its refusal; `columns` are pyarrow arrays."""
+        """Return the document in each row of a Parquet file, or the refusal; `columns` are pyarrow arrays."""
         texts = _values(columns[self._text_field])
         ids, sources = (
             _values(columns[name]) if name in columns and name in self._other_fields else [None] * len(texts)
@@ -146,7 +146,7 @@ class DocumentParser:
             return Refusal(INVALID_UTF8 if text == b"" else TEXT_NOT_A_STRING)  # b"": see `_values`
         if not text:
             return Refusal(EMPTY_TEXT)
-        if len(text) > MAX_LINE_BYTES:  # of a row; longer lines were skipped before
+        if len(text) > MAX_LINE_BYTES:  # in a row of Parquet; too long lines were skipped before
             return Refusal(TOO_LONG_A_LINE)
         return Document(text, as_text(id), as_text(source))
 
@@ -285,7 +285,7 @@ class DocumentFile:
         with self._open() as raw, _decompressed(self.path, _Counted(raw, self)) as stream:
             pending: list[bytes] = []  # chunks of a line whose end has not been read
             pending_bytes = 0
-            is_skipping = False  # whether the rest of a line that is too long is being skipped
+            is_skipping = False  # True while the rest of a too long line is skipped
             for number, chunk in enumerate(iter(partial(stream.read, block_bytes), b"")):
                 if number == 0:
                     _refuse_array(self.path, chunk)
@@ -316,7 +316,7 @@ class DocumentFile:
                 file = parquet.ParquetFile(raw, pre_buffer=False, buffer_size=BLOCK_BYTES)
                 names = self._columns(self.path, file.schema_arrow)
                 for batch in file.iter_batches(_rows_per_block(file.metadata, names), columns=names, use_threads=False):
-                    self.bytes_read = max(self.bytes_read, raw.tell())  # for the progress alone
+                    self.bytes_read = max(self.bytes_read, raw.tell())  # an estimate for the progress
                     yield dict(zip(batch.schema.names, batch.columns, strict=True))
             except (pyarrow.ArrowException, OSError) as error:
                 if getattr(error, "errno", None) is not None:  # raised by the system, not by pyarrow
@@ -343,7 +343,7 @@ class DocumentFile:
 
 
 def _refuse_array(path: InputFile, start: bytes) -> None:
-    """Raise InputError if a file is one JSON array of objects. An array with lines after it is only a refused line."""
+    """Raise InputError if a file is one JSON array of objects. If lines follow it, it is one refused line."""
     first_line, _, other_lines = start.lstrip().partition(b"\n")
     is_line_of_many = first_line.rstrip().endswith(b"]") and other_lines.strip()
     if ARRAY_OF_OBJECTS.match(start) and not is_line_of_many:
@@ -414,7 +414,7 @@ class _ZstdFrames:
 
 
 def _rows_per_block(metadata: Any, names: Sequence[str]) -> int:
-    """Return how many rows fit into a block, by the mean size of a row in the row group where that mean is largest."""
+    """Return how many rows fit into a block if all are as large as the mean row of the row group with the largest."""
     max_row_bytes = 1.0
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
         group_bytes = sum(

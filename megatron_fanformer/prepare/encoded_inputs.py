@@ -1,8 +1,8 @@
 """The work folder of a preparation, PREFIX.parts/, which keeps encoded input files until the output is complete.
 
-An input file, encoded, is three files: `NNNNNN.tokens`, `NNNNNN.documents` (an Arrow stream with one row per document)
-and, written last, the record `NNNNNN.json`. An interrupted preparation continues with the input files that have a
-record. Conversations have a fourth file, `NNNNNN.mask`, with a byte per token, and a row for each refused line, too.
+An encoded input file consists of `NNNNNN.tokens`, of `NNNNNN.documents` (an Arrow stream with one row per document)
+and of the record `NNNNNN.json`, which is written last. An interrupted preparation does not encode an input file again
+that has a record. Conversations also have `NNNNNN.mask`, a byte per token, and a row for each refused line.
 
 The work folder also holds the assignment (inputs and settings) and the unfinished output files. One process at a time
 holds the folder's lock. The folder is removed when the preparation is complete.
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pyarrow
 from msgspec.structs import asdict
 
@@ -71,7 +70,7 @@ class EncodedInput:
 
 
 def read_finished(encoded: EncodedInput, file: InputFile) -> EncodedRecord | None:
-    """Return the record of an input file that is completely encoded and has not changed since; otherwise None."""
+    """Return the record of an input file if the file is completely encoded and has not changed since; else None."""
     with suppress(FileNotFoundError, msgspec.MsgspecError):  # no record, or one of an earlier version
         record = msgspec.json.decode(encoded.path("json").read_bytes(), type=EncodedRecord)
         sizes = {suffix: encoded.path(suffix).stat().st_size for suffix in record.sizes}
@@ -83,7 +82,7 @@ def read_finished(encoded: EncodedInput, file: InputFile) -> EncodedRecord | Non
 def is_unchanged(file: InputFile, record: InputRecord) -> bool:
     """Return whether an input file has the recorded content.
 
-    Equal sizes, paths and modification times are enough; with another path or time, the contents are compared.
+    Equal sizes, paths and modification times suffice. If only the sizes are equal, the contents are compared.
     """
     status = file.stat()
     is_untouched = recorded_path(file) == record.path and status.st_mtime_ns == record.modified_ns
@@ -96,8 +95,7 @@ class EncodedWriter:
     def __init__(self, encoded: EncodedInput, input_path: InputFile, *, is_chats: bool = False) -> None:
         self._encoded, self._input_path = encoded, input_path
         self._modified_ns = input_path.stat().st_mtime_ns
-        columns = ledger.schema(is_chats=is_chats)
-        # LedgerWriter adds the other two columns.
+        columns = ledger.schema(is_chats=is_chats)  # LedgerWriter adds the columns that are left out here
         self._schema = pyarrow.schema([column for column in columns if column.name not in ("shard", "first_token")])
         self._streams: dict[str, Any] = {}
         for suffix in ("tokens", "documents", *(["mask"] if is_chats else [])):
@@ -111,21 +109,21 @@ class EncodedWriter:
         self._max_token_id = -1
 
     def add(self, block: EncodedBlock) -> None:
-        """Write the documents of the file's next block, and count its refused lines."""
+        """Write the documents of the file's next block, and count the refused lines in the block."""
         lines_before = self._counts["lines"]
         if len(block.lengths):
             self._streams["tokens"].write(block.tokens)
             self._max_token_id = max(self._max_token_id, int(block.tokens.max()))
-        columns: list[Any] = [block.numbers, block.ids, block.sources, block.lengths]
-        if block.mask is not None:  # conversations have a row for every line, in the order of the lines
+        lines = [lines_before + number + 1 for number in block.numbers]
+        columns: list[Any] = [block.ids, block.sources, lines, block.lengths]  # in the order of the schema
+        if block.mask is not None:
             self._streams["mask"].write(block.mask)
             outcomes = [ledger.CUT if is_cut else ledger.WHOLE for is_cut in block.is_cut]
-            rows = [*zip(*columns, block.learned, outcomes, strict=True)]
-            rows += [(number, None, None, 0, 0, reason) for number, reason in block.refusals]  # no id, source, tokens
-            columns = [*zip(*sorted(rows, key=itemgetter(0)), strict=True)]  # from rows back to columns
+            rows: list[Any] = list(zip(*columns, block.learned, outcomes, strict=True))
+            # In files of conversations, a refused line has a row, too: without id and source, of length 0.
+            rows += [(None, None, lines_before + number + 1, 0, 0, reason) for number, reason in block.refusals]
+            columns = list(zip(*sorted(rows, key=itemgetter(2)), strict=True))  # columns of the rows sorted by line
         if columns and len(columns[0]):  # otherwise the block has no row
-            numbers, ids, sources, *other_columns = columns
-            columns = [ids, sources, np.array(numbers) + (lines_before + 1), *other_columns]
             arrays = list(map(pyarrow.array, columns, self._schema.types))
             self._rows.write_batch(pyarrow.record_batch(arrays, schema=self._schema))
         self._refused.update(reason for _, reason in block.refusals)
@@ -167,12 +165,12 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     encoding: Encoding
 
     def difference(self, other: "Assignment") -> str | None:
-        """Name the first difference of two assignments, or return None; the library that computes ids may differ."""
+        """Name the first difference of two assignments, or return None. The library that computes ids may differ."""
         return difference_of(self, other) or (None if self.inputs == other.inputs else "other inputs")
 
 
 def difference_of(ours: Assignment | Manifest, theirs: Assignment | Manifest) -> str | None:
-    """Name the first setting that differs, or None; the tokenizer's content and end of text count as settings."""
+    """Name the first setting that differs, or return None. The tokenizer and its end of text count as settings."""
     our_values, their_values = (
         asdict(side.settings) | {"tokenizer": side.tokenizer.sha256, "eod_id": side.tokenizer.eod_id}
         for side in (ours, theirs)

@@ -30,7 +30,7 @@ from megatron_fanformer.data.token_files import NUMPY_MAGIC
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_fanformer.durable_files import naming
 from megatron_fanformer.errors import CorruptError, InputError
-from megatron_fanformer.prepare.documents import Block, Document, DocumentParser, Refusal, parse_block
+from megatron_fanformer.prepare.documents import Block, DocumentParser, Refusal, parse_block
 from megatron_fanformer.prepare.verb import Backend
 
 GIGATOKEN = "gigatoken"
@@ -105,7 +105,8 @@ class Trust:
         if text.isascii():
             return True
         data = np.frombuffer(text, np.uint8)
-        beyond_ascii = data[data > ASCII].tobytes().decode().encode("utf-32-le")  # cuts no character
+        # Every byte of a character beyond ASCII is above 127 in UTF-8, so this keeps characters whole.
+        beyond_ascii = data[data > ASCII].tobytes().decode().encode("utf-32-le")
         return bool(self.characters[np.frombuffer(beyond_ascii, np.uint32)].all())
 
 
@@ -194,16 +195,15 @@ class EncoderChoice:
 def choose_encoder(tokenizer: Tokenizer, backend: Backend, input_bytes: int) -> EncoderChoice:
     """Choose the library that computes the ids.
 
-    `auto` stands for gigatoken, except for small inputs, or if gigatoken cannot read the tokenizer or gives other ids
-    than the exact library to hard texts. The result says why `auto` is not gigatoken.
+    `auto` stands for gigatoken, except for small inputs, or if gigatoken cannot read the tokenizer, or gives hard texts
+    other ids than the exact library. The result then says why gigatoken was not chosen.
 
     Raises InputError if the stated backend cannot read the tokenizer, or gigatoken is stated and gives other ids.
     """
     exact = "tokenizers" if tokenizer.path.suffix == ".json" else "sentencepiece"
 
     def choice(backend: str, reason: str | None = None, trust: Trust | None = None) -> EncoderChoice:
-        encoding = Encoding(backend=backend, reason=reason)
-        return EncoderChoice(str(tokenizer.path), tokenizer.eod_id, encoding, trust)
+        return EncoderChoice(str(tokenizer.path), tokenizer.eod_id, Encoding(backend=backend, reason=reason), trust)
 
     if backend not in ("auto", GIGATOKEN):
         if backend != exact:
@@ -311,7 +311,7 @@ class EncodedBlock:
 
 
 def encoded_block(outcomes: Sequence[Any], **token_fields: Any) -> EncodedBlock:
-    """Return an encoded block, with the fields about lines made from the outcome of each: a document or a refusal."""
+    """Return a block of these `token_fields`; its other fields come from `outcomes`: a document or refusal per line."""
     documents = {number: outcome for number, outcome in enumerate(outcomes) if not isinstance(outcome, Refusal)}
     return EncodedBlock(
         lines=len(outcomes),
@@ -339,7 +339,7 @@ class BlockEncoder:
         name = f"document {documents[0].id!r}" if documents else ""
         rows = self._encoder.encode_block(number, texts, name)
         lengths = np.array([len(row) + 1 for row in rows], np.int32)
-        tokens = np.full(lengths.sum(dtype=np.int64), self._eod_id, self._dtype)  # an end of text stays after each
+        tokens = np.full(lengths.sum(dtype=np.int64), self._eod_id, self._dtype)  # an end of text stays after each row
         for row, end in zip(rows, np.cumsum(lengths, dtype=np.int64).tolist(), strict=True):
             tokens[end - 1 - len(row) : end - 1] = row
         return encoded_block(outcomes, tokens=tokens, lengths=lengths, text_bytes=sum(map(len, texts)))
@@ -388,14 +388,13 @@ def npy_blocks(path: Path, settings: Settings, tokenizer: TokenizerRecord) -> It
     size = path.stat().st_size
     if size % dtype.itemsize:
         raise CorruptError(
-            f"{path} holds {size} bytes, not a whole number of {dtype.name} tokens;"
-            " copy it again, or set npy_dtype to its type"
+            f"{path} holds {size} bytes, not a whole number of {dtype.name} tokens; copy it again, or set npy_dtype"
         )
     with naming(path), path.open("rb") as file:
         if file.read(len(NUMPY_MAGIC)) == NUMPY_MAGIC:
             raise InputError(f"{path} has a NumPy header; name headerless token files, as tofile writes them")
     tokens = np.memmap(path, dtype, mode="r") if size else np.empty(0, dtype)
-    start = 0  # of the next document
+    start = 0  # the first token of the next document
     for block_start in range(0, len(tokens), BLOCK_TOKENS):
         block = tokens[block_start : block_start + BLOCK_TOKENS]
         if (largest := int(block.max())) >= tokenizer.vocab_size:
@@ -417,6 +416,14 @@ def npy_blocks(path: Path, settings: Settings, tokenizer: TokenizerRecord) -> It
 
 
 def _token_block(tokens: np.ndarray, lengths: np.ndarray, dtype: str) -> EncodedBlock:
-    """Return an encoded block of documents that have no text, id or source."""
-    documents = [Document(text="", id=None, source=None)] * len(lengths)
-    return encoded_block(documents, tokens=tokens.astype(dtype), lengths=lengths.astype(np.int32), text_bytes=0)
+    """Return an encoded block of documents that have no text, id or source; each counts as a line."""
+    return EncodedBlock(
+        lines=len(lengths),
+        tokens=tokens.astype(dtype),
+        lengths=lengths.astype(np.int32),
+        numbers=list(range(len(lengths))),
+        ids=[None] * len(lengths),
+        sources=[None] * len(lengths),
+        text_bytes=0,
+        refusals=[],
+    )

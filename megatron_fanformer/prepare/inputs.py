@@ -17,15 +17,12 @@ from megatron_fanformer.stores import READ_BYTES, driver_of, is_url, password_pr
 from megatron_fanformer.terminal import plural, show
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-LINE_KINDS, TEXT_KINDS = (".jsonl", ".json", ".ndjson"), (".txt", ".md")
-LINE_SUFFIXES, TEXT_SUFFIXES = (
-    tuple(kind + compression for kind in kinds for compression in ("", *COMPRESSIONS))
-    for kinds in (LINE_KINDS, TEXT_KINDS)
-)
+LINE_SUFFIXES = tuple(kind + ending for kind in (".jsonl", ".json", ".ndjson") for ending in ("", *COMPRESSIONS))
+TEXT_SUFFIXES = tuple(kind + ending for kind in (".txt", ".md") for ending in ("", *COMPRESSIONS))
 PARQUET_SUFFIX = ".parquet"
 CHAT_SUFFIXES = (*LINE_SUFFIXES, PARQUET_SUFFIX)
 DOCUMENT_SUFFIXES = (*CHAT_SUFFIXES, *TEXT_SUFFIXES)
-# In a folder these are taken for manifests and ledgers of a preparation, not for documents.
+# A search of a folder passes these over: they may be manifests and ledgers of a preparation.
 NOT_SEARCHED_FOR = (".json", ".ledger.parquet")
 
 
@@ -47,7 +44,7 @@ class RemoteInput(RemoteFile):
         return Path(self.name).suffix
 
     def stat(self) -> SimpleNamespace:
-        """Return the size, and a hash of the file's version in place of the modification time."""
+        """Return the size, and in place of the modification time a hash of the file's version, so that changes show."""
         version_hash = int(hashlib.sha256(str(self.version).encode()).hexdigest()[:15], 16)
         return SimpleNamespace(st_size=self.size, st_mtime_ns=version_hash)
 
@@ -99,7 +96,7 @@ def expand_inputs(inputs: Iterable[str | Path], suffixes: tuple[str, ...] = DOCU
             remote |= {file.url: file for file in _expand_url(name, suffixes)}
         else:
             local += _expand_path(name, suffixes)
-    by_target: dict[Path, Path] = {}  # of several links to a file, the first alone is taken
+    by_target: dict[Path, Path] = {}  # of several links to one file, only the first is taken
     for file in sorted(local, key=lambda file: Path(recorded_path(file))):
         if not file.is_file():
             kind = "a link to no file" if file.is_symlink() else "no file"
@@ -121,9 +118,7 @@ def _expand_lists(inputs: Iterable[str | Path]) -> Iterator[str]:
             content = read_small_files([path])[0] if is_url(path) else Path(path).read_bytes()
             lines = (content or b"").decode(TEXT_ENCODING).splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise InputError(
-                f"the list {path} cannot be read ({error}); name a text file with one path per line"
-            ) from error
+            raise InputError(f"the list {path} cannot be read ({error}); name a file with one path per line") from error
         yield from (line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
 
 

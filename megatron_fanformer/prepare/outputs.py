@@ -41,10 +41,10 @@ class Assembler:
         self._path, self._settings, self._work = Path(prefix), settings, work
         self._dtype = np.dtype(settings.dtype)
         is_chats = settings.chat is not None
-        suffixes = CHAT_SUFFIXES[settings.format] if is_chats else (TOKEN_SUFFIXES[settings.format],)
+        suffixes: tuple[str, ...] = CHAT_SUFFIXES[settings.format] if is_chats else (TOKEN_SUFFIXES[settings.format],)
         self._streams = {suffix: _HashedFile(self._partial(suffix)) for suffix in suffixes}
-        self._tokens, *masks = self._streams.values()
-        self._mask = masks[0] if masks else None
+        self._tokens = self._streams[suffixes[0]]
+        self._mask = self._streams[suffixes[1]] if is_chats else None
         self._lengths = self._partial(".lengths").open("wb")
         self._ledger = LedgerWriter(self._partial(LEDGER_SUFFIX), is_chats=is_chats)
         self._documents = self._learned_tokens = self._cut = 0
@@ -65,7 +65,7 @@ class Assembler:
                     self._mask.write(_read(mask, num_tokens))
                     self._learned_tokens += int(rows.column("learned").to_numpy().sum(dtype=np.int64))
                     self._cut += rows.column("outcome").to_pylist().count(CUT)
-                    lengths = lengths[lengths > 0]
+                    lengths = lengths[lengths > 0]  # without refused conversations
                 self._tokens.write(_read(tokens, num_tokens * self._dtype.itemsize))
                 self._lengths.write(lengths.tobytes())
                 self._documents += len(lengths)
@@ -106,7 +106,7 @@ class Assembler:
         return output
 
     def close(self) -> None:
-        """Close the files; if they were not published, the next run writes them anew."""
+        """Close the files. If they were not published, the next run writes them again from the encoded inputs."""
         with suppress(OSError):  # buffered data may not fit on the disk
             self._lengths.close()
         for stream in self._streams.values():
@@ -167,9 +167,9 @@ def _index(lengths: Path, documents: int, dtype: np.dtype[Any]) -> Iterator[byte
         offset = 0
         while data := file.read(4 * INDEX_CHUNK):
             ends = offset + np.cumsum(np.frombuffer(data, np.int32), dtype=np.int64) * dtype.itemsize
-            yield np.concatenate([[offset], ends[:-1]]).astype(np.int64).tobytes()  # where each begins, in bytes
+            yield np.concatenate([[offset], ends[:-1]]).astype(np.int64).tobytes()  # the byte where each begins
             offset = int(ends[-1])
-    for start in range(0, documents + 1, INDEX_CHUNK):  # where each document begins, counted in sequences
+    for start in range(0, documents + 1, INDEX_CHUNK):  # the first sequence of each document, and their number
         yield np.arange(start, min(start + INDEX_CHUNK, documents + 1), dtype=np.int64).tobytes()
 
 
@@ -196,14 +196,13 @@ def _read(file: IO[bytes], size: int) -> bytes:
 
 
 def check_output(output: str) -> None:
-    """Raise InputError if the output is a URL or a folder: tokens for `web/` would be beside it, in `web.bin`."""
+    """Raise InputError if the output is a URL or a folder: for `web/`, token files would lie beside the folder."""
     if is_url(output):
         raise InputError(
             f"output {output} is on another store; name a path, and copy the files of that prefix, the manifest last"
         )
     if output.rpartition("/")[2] in ("", ".", ".."):
-        prefix = os.path.join(output, "web")
-        raise InputError(f"output {output} names a folder; name a prefix in it, such as {prefix}")
+        raise InputError(f"output {output} names a folder; name a prefix in it, such as {os.path.join(output, 'web')}")
 
 
 def refuse_existing_files(prefix: str) -> None:

@@ -166,10 +166,10 @@ def _run_workers(
     """Encode the input files of these numbers in worker processes; yield the outcome of each as soon as it is done.
 
     If there are fewer files than workers, several threads encode one file together. `report` is called every
-    `PROGRESS_SECONDS` with the input bytes and documents encoded so far.
+    `PROGRESS_SECONDS` with the numbers of input bytes and of documents encoded so far.
     """
     waiting, totals = deque(numbers), CONTEXT.Array("q", 2)
-    threads = math.ceil(job.workers / max(1, len(numbers)))  # of each worker: one, if there are files enough
+    threads = math.ceil(job.workers / max(1, len(numbers)))  # in each worker; one thread, if there are files enough
     run_pool = partial(_run_pool, (job, folder, threads, totals), lambda: report(*totals))
     while waiting:
         suspects = yield from run_pool(waiting, min(job.workers, len(waiting)))
@@ -264,7 +264,7 @@ def merge(job: Job, count: int) -> Manifest:
     """
     with writing_to(job.output), ExitStack() as locked:
         work = locked.enter_context(work_folder(job.output))
-        shards = [Shard(number, count) for number in range(min(count, len(job.files)))]  # later ones have no file
+        shards = [Shard(number, count) for number in range(min(count, len(job.files)))]  # others have no file
         folders = [locked.enter_context(work_folder(shard_prefix(job.output, shard))) for shard in shards]
         assignments = {folder.path: folder.read_assignment() for folder in folders}
         for path, assignment in assignments.items():
@@ -278,7 +278,7 @@ def merge(job: Job, count: int) -> Manifest:
             unfinished = ", ".join(f"{shard}/{count} ({plural(missing[shard], 'file')})" for shard in sorted(missing))
             raise CorruptError(f"{job.output} cannot be merged, files are left of --shard {unfinished}; prepare these")
         encoding = next(assignment.encoding for assignment in assignments.values() if assignment)
-        job = replace(job, encoder=replace(job.encoder, encoding=encoding))  # a merge itself chooses no library
+        job = replace(job, encoder=replace(job.encoder, encoding=encoding))  # for the manifest: the shards' library
         _assign(work, job)
         with closing(Assembler(job.output, job.settings, work)) as assembler:
             for encoded_input, record in zip(inputs, records, strict=True):
@@ -291,7 +291,7 @@ def merge(job: Job, count: int) -> Manifest:
 
 
 def _assign(work: WorkFolder, job: Job) -> None:
-    """Record the job in its work folder, if that is new. Raises InputError if the folder belongs to another job."""
+    """Record the job in a new work folder. Raises InputError if the folder belongs to another job."""
     begun = work.read_assignment()
     if begun is None:
         refuse_existing_files(job.output)
@@ -306,7 +306,7 @@ def _assign(work: WorkFolder, job: Job) -> None:
 def _encode_inputs(
     job: Job, work: WorkFolder, numbers: Sequence[int], progress: ProgressListener | None
 ) -> Generator[tuple[int, EncodedRecord], None, None]:
-    """Yield number and record of each input file: first of those encoded by earlier runs, then of others when done.
+    """Yield the number and record of each input file: first those encoded by earlier runs, then others when done.
 
     A file that fails does not stop the others. At the end, one error names the files that failed, in the order of the
     inputs; it has the type of the first file's error.

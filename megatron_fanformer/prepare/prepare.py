@@ -33,8 +33,8 @@ from megatron_fanformer.terminal import phases, plural, show
 
 ALREADY_THERE = "{} already exists, made from the same input with the same settings"
 COMPRESSED_WEIGHT = 2.5
-"""Bytes of text in a byte of a compressed file: 2.3 to 2.9 of Dolma's sample documents and this project's pages."""
-# Pieces that pad the rows of chats, the most likely first; without one, the end of text does.
+"""Bytes of text per byte of a compressed file: 2.3 to 2.9 in Dolma's sample documents and this project's pages."""
+# Pieces that pad the rows of chats, the most likely first; a tokenizer without one pads with the end of text.
 PADDING_NAMES = ("<|padding|>", "<|pad|>", "<pad>", "[PAD]")
 
 
@@ -136,7 +136,7 @@ def prepare_shard(config: PrepareConfig, shard: Shard, progress: ProgressListene
 
 
 def _job(config: PrepareConfig, files: list[InputFile] | None) -> tuple[Job, Tokenizer]:
-    """Check the options; return the preparation and its tokenizer."""
+    """Check the options; return the preparation and its tokenizer. `files` None: all input files."""
     _check_options(config)
     files = input_files(config) if files is None else files
     tokenizer = load_tokenizer(config.tokenizer, eod_id=config.eod_id)
@@ -159,7 +159,7 @@ def _job(config: PrepareConfig, files: list[InputFile] | None) -> tuple[Job, Tok
 
 
 def _with_encoder(job: Job, config: PrepareConfig, tokenizer: Tokenizer) -> Job:
-    """Choose the library that computes the token ids; inputs that are token files need none."""
+    """Return the job with the library that computes the token ids; inputs that are token files need none."""
     if config.from_npy:
         return job
     input_bytes = sum(file.stat().st_size for file in job.files)
@@ -211,7 +211,7 @@ def _chat_settings(config: PrepareConfig, tokenizer: Tokenizer) -> ChatSettings:
     pad_id = tokenizer.eod_id
     padding_pieces = sorted(set(tokenizer.special_pieces).intersection(PADDING_NAMES), key=PADDING_NAMES.index)
     if padding_pieces:
-        ids, _ = encode_chat(tokenizer, RenderedChat(padding_pieces[0], learned=[]))  # `encode` may split it
+        ids, _ = encode_chat(tokenizer, RenderedChat(padding_pieces[0], learned=[]))  # `encode` may split the piece
         pad_id = int(ids[0])
     return ChatSettings(
         template=template.source,
