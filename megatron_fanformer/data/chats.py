@@ -167,8 +167,8 @@ class Conversations:
         opened = {prefix: open_chats(prefix) for prefix in prefixes}
         self._sources: list[ChatFiles] = [opened[prefix] for prefix in prefixes]
         ranges = [[round(bound * len(chats)) for bound in bounds] for chats in self._sources]
-        self._begins = [begin for begin, _ in ranges]  # of each source, as its files number conversations
-        self._ends = np.cumsum([end - begin for begin, end in ranges])  # of each source, as this set numbers them
+        self._begins = [begin for begin, _ in ranges]  # each source's first conversation, counted in its files
+        self._ends = np.cumsum([end - begin for begin, end in ranges])  # the end of each source, counted in this set
         lengths = [chats.lengths[begin:end] for chats, (begin, end) in zip(self._sources, ranges, strict=True)]
         self.lengths: np.ndarray = np.concatenate(lengths)
         """[n] int64: the tokens of each conversation."""
@@ -177,7 +177,7 @@ class Conversations:
             raise InputError(f"{', '.join(prefixes)}: no conversation is {where}; name more chats")
 
     def refuse_unlearned(self, name: str, seq_length: int) -> None:
-        """Raise InputError if no chat of validation set `name` has a learned label in its first `seq_length` tokens."""
+        """Raise InputError if no chat of validation set `name` has a learned label in the first `seq_length` tokens."""
         places = map(self.locate, np.flatnonzero(self.lengths).tolist())  # of conversations that are not empty
         masks = (chats[number][1] for chats, number in places)
         if not any(mask[1:seq_length].any() for mask in masks):  # the first token is no label
@@ -239,7 +239,7 @@ class Packing:
     tokens: int
     """Tokens of all conversations, after cutting."""
     cut: int
-    """The number of conversations that are longer than a sample, and are cut at its end."""
+    """The number of conversations longer than a sample; each is cut at the end of a sample."""
 
     def __len__(self) -> int:
         return len(self.starts) - 1

@@ -98,7 +98,7 @@ def fingerprint_data(
 ) -> DataFingerprint:
     """Return the fingerprint of a run's data.
 
-    `samples` is the number of training samples, if their order depends on it; `mixes` are all mixes, if the run has several.
+    `samples` is the number of training samples, if their order depends on it; `mixes` are all of several mixes.
     """
     # The source, path, number of tokens and type of each file.
     files = [(source, *file) for source in data.sources() for file in _describe_files(config, source, data)]

@@ -42,7 +42,7 @@ class LedgerRow:
     line: int
     """Line in that file, from 1."""
     first_token: int
-    """Number of its first token in the token file, from 0."""
+    """The number, in the token file, of the first token of the document, from 0."""
     length: int
     """Tokens, including the end of text; in row folders of chats including the padding."""
     learned: int | None = None
@@ -102,7 +102,7 @@ class LedgerWriter:
             self._writer.close()
 
     def _write_groups(self, *, is_last: bool) -> None:
-        """Write the pending rows in whole row groups; if they are the last rows, write the rest as a group, too."""
+        """Write pending rows in full row groups; with `is_last`, write the remaining rows as a smaller group, too."""
         import pyarrow
 
         table = pyarrow.Table.from_batches(self._pending, self._schema).combine_chunks()

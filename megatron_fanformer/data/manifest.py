@@ -111,7 +111,7 @@ class TokenFiles(_Part, frozen=True, kw_only=True):
 
 
 class Manifest(_Part, frozen=True, kw_only=True, tag_field="kind", tag="preparation"):
-    """The manifest of a whole preparation: lines_read == documents + the sum of refused."""
+    """The manifest of a preparation: lines_read == documents + the sum of refused."""
 
     lines_read: int
     documents: int

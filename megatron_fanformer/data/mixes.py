@@ -116,7 +116,7 @@ def step_problems(names: Sequence[str], *, train_iters: int, batch_tokens: int) 
 
 
 class PairEpochs(Epochs):
-    """The samples of a pair: the first epoch in megatron-core's order, each later one shuffled anew.
+    """The samples of a pair: the first epoch in megatron-core's order, each later one in an order of its own.
 
     megatron-core shuffles all epochs of a pair together, in an order that depends on the number of epochs. The order
     here does not, so that a later mix may be added or changed.

@@ -169,7 +169,7 @@ def forget_files() -> None:
 
 
 def look_up(urls: Iterable[str]) -> list[RemoteFile | None]:
-    """Return, for each URL, what `find_file` returns; requests overlap."""
+    """Call `find_file` on each URL, in threads, so that requests overlap; return the results in order."""
     return map_in_threads(find_file, urls)
 
 

@@ -31,7 +31,7 @@ class SampleCounts:
     def check(
         self, config: DataConfig, *, train_samples: int, valid_samples: int | None, mixes: Sequence[Mix] = ()
     ) -> None:
-        """Count, only to raise InputError if a set has no whole sample, or a part of a split has no documents."""
+        """Raise InputError if a set is too small for one sample, or if a part of a split has no documents."""
         train = self._data.train
         if config.split is not None:
             for sizes in self.group_parts(train, {TRAIN: train_samples, VALIDATION: valid_samples}):
@@ -45,7 +45,7 @@ class SampleCounts:
             self._check_blend(blend, VALIDATION, valid_samples)
 
     def _check_blend(self, blend: Blend, part: int, size: int | None) -> None:
-        """Raise InputError if one of the datasets that make up a blend has no whole sample."""
+        """Raise InputError if one of the datasets that make up a blend is too small for one sample."""
         if not any(source.is_npy for source in blend.sources):
             self.pair_sizes(blend, {part: size}, is_split=False)
         elif len(blend.sources) > 1:
@@ -104,7 +104,7 @@ class SampleCounts:
         return weights.tolist(), total, [int(weight * total) + 1 for weight in weights]
 
     def mix_weights(self, blend: Blend) -> list[float]:
-        """Return the weights that megatron-core would use for a mix. Raises InputError without a whole sample."""
+        """Return the weights that megatron-core would use for a mix. Raises InputError if a source has no sample."""
         epoch_samples = [self.source_epoch_samples(source) for source in blend.sources]
         for source, samples in zip(blend.sources, epoch_samples, strict=True):
             lacks_last_label = not source.is_npy and self._data.pair(source).tokens <= self._seq_length
@@ -162,7 +162,7 @@ class SampleCounts:
         return has_short_pair or (size is not None and size > self._samples(tokens))
 
     def _tokens(self, source: Source, part: int, *, is_split: bool) -> int:
-        """Return the tokens of a pair in a part of a split, or in the whole pair. Raises InputError if it has none."""
+        """Return the number of a pair's tokens, with `is_split` those in `part` alone. Raises InputError if it is 0."""
         pair = self._data.pair(source)
         tokens = pair.part_tokens[part] if is_split else pair.tokens
         if not tokens:
@@ -173,7 +173,7 @@ class SampleCounts:
         return tokens
 
     def _samples(self, tokens: list[int]) -> int:
-        """Return the whole samples in an epoch of pairs with so many tokens. Raises InputError if there are none."""
+        """Return the number of samples in an epoch of pairs with so many tokens each. Raises InputError if it is 0."""
         samples = sum((count - 1) // self._seq_length for count in tokens)  # each pair needs a last label
         if not samples:
             raise InputError(

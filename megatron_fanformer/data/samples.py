@@ -60,7 +60,7 @@ class NpyDataset(Epochs):
 
 
 class ChatDataset(Epochs):
-    """Samples of chats for fine-tuning: whole conversations packed to seq_length, each a document of its own.
+    """Samples of chats for fine-tuning: whole conversations packed to seq_length. Each one is a document.
 
     The inputs are all tokens of the conversations. The label of a token is the next token of the same conversation; the
     last token of a conversation has none. The mask in the files says whether a label has a loss.

@@ -106,7 +106,7 @@ def refuse_ids_read(ids: np.ndarray, vocab_size: int, file: Path | str, first: i
 
 @dataclass(frozen=True)
 class TokenIndex:
-    """The checked index of a pair. The arrays are memory maps, made at each access."""
+    """The checked index of a pair. The arrays are memory maps, opened at each access."""
 
     prefix: str
     dtype: np.dtype[Any] = DTYPES[8]
@@ -282,7 +282,7 @@ class PairReader:
         return begin // self._dtype.itemsize, (end - begin) // self._dtype.itemsize
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Return tokens of sequence `idx` from its token `offset` on: `length` of them, or, if None, all others."""
+        """Return `length` tokens of sequence `idx` from token `offset` on; None: all up to the sequence's end."""
         begin, sequence_length = self.locate(int(idx))
         first = begin + offset
         count = sequence_length - offset if length is None else int(length)

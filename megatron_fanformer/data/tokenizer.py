@@ -97,7 +97,7 @@ class HuggingFaceTokenizer:
 
         self.path = path
         self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
-        # The file may ask for texts of a fixed length; documents must stay whole.
+        # The file may ask to cut or pad texts to a fixed length, which would change documents.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
@@ -123,7 +123,7 @@ class HuggingFaceTokenizer:
         return id
 
     def cut_at_special(self, text: str) -> list[str | int]:
-        """Return `text` whole: the library itself finds special pieces."""
+        """Return `text` uncut: the library itself finds special pieces."""
         return [text] if text else []
 
     def encode(self, text: str) -> list[int]:
