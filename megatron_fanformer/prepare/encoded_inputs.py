@@ -51,7 +51,7 @@ class EncodedRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class EncodedInput:
-    """The paths of one encoded input file, by its number in the job."""
+    """The paths of the files in `folder` that hold input file `number` of the job, encoded."""
 
     folder: Path
     number: int

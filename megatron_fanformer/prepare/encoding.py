@@ -1,8 +1,8 @@
 """Token ids of documents and of token files.
 
 gigatoken is several times as fast as the exact library (tokenizers or sentencepiece), but the two differ on characters
-that later versions of Unicode added, and on how these combine. So both are given each character by itself, and texts
-with a character on which they differ go to the exact library. Both are then compared on texts that are known to be
+that later versions of Unicode added, and on how these combine. So both are given each character alone, and a text with
+a character on which they differ goes to the exact library. Both are then compared on texts that are known to be
 hard and, while documents are encoded, on samples.
 
 Texts are UTF-8 bytes here, as gigatoken takes them: to join and convert Python strings would double the cost. Spawned
@@ -34,15 +34,15 @@ from megatron_fanformer.prepare.documents import Block, DocumentParser, Refusal,
 from megatron_fanformer.prepare.verb import Backend
 
 GIGATOKEN = "gigatoken"
-# gigatoken caches every word that it meets. It is loaded anew once the cache has taken so much memory and it has
-# encoded so much text, beside which the cost of loading does not matter.
+# gigatoken caches every word. To free the cache, gigatoken is loaded again once it has both taken so much more memory
+# and encoded so much text; beside encoding that text, loading costs little.
 CACHE_BYTES = 160 << 20
 CACHE_TEXT_BYTES = 16 << 20
 # Less input is not worth the half second in which gigatoken is compared with the exact library.
 SMALL_INPUT_BYTES = 4 << 20
 SMALL_INPUT = "the input is small"
 MAX_DOUBTFUL_PIECES = 8  # every text is searched for all of them
-# In one of so many blocks, the exact library also encodes the first document, up to so many characters.
+# In every CHECKED_BLOCKS-th block, the exact library also encodes the first CHECKED_CHARACTERS of the first document.
 CHECKED_BLOCKS = 8
 CHECKED_CHARACTERS = 4_000
 # A text of more characters is cut between a word and the space after it, which hardly any tokenizer joins.
@@ -57,7 +57,7 @@ PROBED = (range(0, 0xD800), range(0xF900, 0x10000), range(0x1D400, 0x1D800), ran
 SURROUNDINGS = "a{0}b 1{0}2 a\u0345{0}\u0334"
 ROW = 64  # so many characters are compared together, and one by one only if the ids differ
 BLOCK_TOKENS = 1 << 22
-# A longer document is an error: another tokenizer made the file, and it must not be held in memory as one document.
+# A longer document means that another tokenizer made the file, all of which would be held in memory: it is an error.
 MAX_DOCUMENT_TOKENS = 1 << 26
 
 EncodeAll = Callable[[Sequence[str]], Sequence[Sequence[int]]]

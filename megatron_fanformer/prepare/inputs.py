@@ -28,7 +28,7 @@ NOT_SEARCHED_FOR = (".json", ".ledger.parquet")
 
 @dataclass(frozen=True)
 class RemoteInput(RemoteFile):
-    """A file on another store, with those methods of `Path` that preparations use."""
+    """A file on another store, with the methods of `Path` that preparations use."""
 
     def __str__(self) -> str:
         return self.path
