@@ -194,8 +194,8 @@ class Findings:
     candidates: tuple[Estimate, ...]
     judged: int  # all layouts
     legal: int  # those that break no rule, whether they fit or not
-    # The largest class comes first. Of layouts that do not fit, a search counts only those that it tried: it ends before
-    # layouts that would be slower than the last candidate.
+    # The largest class comes first. Of layouts that do not fit, a search counts only those that it tried: it ends where
+    # layouts would be slower than the last candidate.
     rejected: tuple[RejectedClass, ...]
 
 
