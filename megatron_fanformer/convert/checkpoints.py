@@ -22,19 +22,15 @@ class Checkpoint(NamedTuple):
     """A model in a folder; its tensors are read on request."""
 
     format: Format
-    path: Path
-    """The checkpoint or the exported folder itself."""
+    path: Path  # the folder of the checkpoint or the export itself, not of its run
     config: FANformerConfig
-    tensors: LazyTensors
-    """Tensors under the format's own names."""
-    tokenizer: Path | None
-    """The tokenizer's file, if there is one."""
-    notes: tuple[str, ...] = ()
-    """Notes for whoever converts the checkpoint, one line each."""
+    tensors: LazyTensors  # under the format's own names
+    tokenizer: Path | None  # the tokenizer's file; None if the folder has none
+    notes: tuple[str, ...] = ()  # on the conversion, for the user; one line each
+    # Progress of a run of Megatron-LM, if its arguments state it. Our checkpoints have theirs in a file.
     progress: SavedProgress | None = None
-    """Progress of a run of Megatron-LM, where its arguments state it; ours is in a file."""
+    # The id that ends a text, if the model's configuration states one. In our checkpoints only the tokenizer states it.
     end_of_text_id: int | None = None
-    """The id that ends a text, as the configuration states it; None in checkpoints of ours: only the tokenizer does."""
 
     def weight_files(self) -> list[Path]:
         """Return the files that hold the tensors."""
@@ -42,7 +38,7 @@ class Checkpoint(NamedTuple):
 
 
 def open_checkpoint(source: Path, config: Path | None = None) -> Checkpoint:
-    """Recognize a checkpoint, and read everything but its tensors.
+    """Recognize the kind of a checkpoint, and read everything but its tensors.
 
     Args:
         config: a configuration file whose section `model` has the fields that a checkpoint of Megatron-LM lacks.
@@ -91,7 +87,7 @@ def write_checkpoint(
     sections: dict[str, Any] = {"model": dataclasses.asdict(config)}
     dtype = next(iter(meta_of(tensors).values())).dtype
     run_dtypes = {torch_dtype(name): name for name in ("fp32", "bf16")}
-    if dtype in run_dtypes:  # no run has another type
+    if dtype in run_dtypes:  # a run cannot train in another type, so its configuration cannot name one
         sections["precision"] = {"dtype": run_dtypes[dtype]}
     template = extras.chat_template if extras.tokenizer else None
     if template is not None:

@@ -78,7 +78,7 @@ def convert_checkpoint(
 def _collect_extras(
     source: Checkpoint, to: Format, name: str, tokenizer: Path | None, eod_id: int | None, max_shard_size: str
 ) -> Extras:
-    """Return the files and facts that go beside the tensors: the stated ones, or else the source's."""
+    """Return the files and facts that go beside the tensors: as the user stated them, or else the source's."""
     vocab_size = source.config.vocab_size
     if to == "megatron" and (tokenizer or source.tokenizer) is None and eod_id is not None:
         raise InputError(
@@ -119,7 +119,7 @@ def _chat_template(tokenizer: Path | None, source: Checkpoint) -> str | None:
 
 
 def _notes(source: Checkpoint, to: Format, extras: Extras) -> Iterator[str]:
-    """Yield lines on parts of the source that the conversion leaves out, and on the tokenizer."""
+    """Yield lines about parts of the source that the conversion leaves out, and about the tokenizer."""
     yield from source.notes
     if to != "reference" and extras.tokenizer is not None:
         yield from end_of_text_notices(load_tokenizer(extras.tokenizer, eod_id=extras.eod_id, needs_eod=False))

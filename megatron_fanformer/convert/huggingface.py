@@ -100,6 +100,7 @@ def stated_model(folder: Path) -> tuple[FANformerConfig, torch.dtype, int | None
 
 
 def _read_config(folder: Path) -> HuggingFaceConfig:
+    """Return transformers' configuration in a folder; raise InputError or CorruptError as `stated_model` does."""
     recognize(folder, ("hf",))
     try:
         return HuggingFaceConfig.from_pretrained(folder)
@@ -108,16 +109,20 @@ def _read_config(folder: Path) -> HuggingFaceConfig:
 
 
 def _checked_config(folder: Path, stated: HuggingFaceConfig, tensors: Mapping[str, Tensor]) -> FANformerConfig:
-    """Return our configuration of the stated model. Its values are checked, p_ratio against FAN maps in `tensors`."""
+    """Check transformers' configuration, its p_ratio also against the FAN maps in `tensors`, and return ours."""
     rope = stated.rope_parameters
     base, rope_type = rope["rope_theta"], rope["rope_type"]
     if not isinstance(base, int | float) or base % 1:
         raise InputError(f"the model in {folder} has rope_theta {base}, which must be a whole number")
-    unknown = rope.keys() - ROPE_KEYS[rope_type] if rope_type in ROPE_KEYS else {f"rope_type {rope_type!r}"}
-    if unknown:
+    if rope_type not in ROPE_KEYS:
         raise InputError(
-            f"the model in {folder} has rope_parameters with {', '.join(sorted(unknown))}; rope_type must be one of "
-            f"{', '.join(ROPE_KEYS)}, with its keys"
+            f"the model in {folder} has rope_parameters with rope_type {rope_type!r}; it must be one of "
+            f"{', '.join(ROPE_KEYS)}"
+        )
+    if unknown := rope.keys() - ROPE_KEYS[rope_type]:
+        raise InputError(
+            f"the model in {folder} has rope_parameters with {', '.join(sorted(unknown))}; rope_type {rope_type} takes "
+            f"only {', '.join(sorted(ROPE_KEYS[rope_type]))}"
         )
     config, meta = from_huggingface_config(stated), meta_of(tensors)
     if problems := config.stated_problems():

@@ -55,8 +55,8 @@ def open_megatron_lm(
         config: a configuration file, whose section `model` overrides the checkpoint's fields.
 
     Returns:
-        The model; its tensors under our names, one for each layer, read on request; notes on the conversion; and the
-        progress of the training, None where the arguments do not state it.
+        The model; its tensors under our names, those of each layer apart, read on request; notes on the conversion; and
+        the progress of the training, None if the checkpoint does not state it.
 
     Raises:
         InputError: the model cannot be built here (the message has all reasons), or a field of the model is missing.
@@ -72,7 +72,7 @@ def open_megatron_lm(
     stated = read_values(config).get("model") if config else {}
     if not isinstance(stated, dict):
         raise InputError(f"{config} has no section model with fields; write those that the checkpoint lacks into it")
-    if reasons := model_problems(arguments):  # checked before the tensors: those of another model have other names
+    if reasons := model_problems(arguments):  # before tensors are read: those of another model would look like damage
         raise InputError(
             f"the model in {folder} cannot be converted: {'; '.join(reasons)}; it runs in Megatron-LM alone"
         )
@@ -91,16 +91,16 @@ def open_megatron_lm(
         )
     iteration = common.get("iteration") if isinstance(common, dict) else None
     samples = arguments.get("consumed_train_samples")
-    progress = SavedProgress(iteration, samples) if type(iteration) is type(samples) is int else None
-    return model, tensors, notes, progress
+    is_stated = type(iteration) is int and type(samples) is int
+    return model, tensors, notes, SavedProgress(iteration, samples) if is_stated else None
 
 
 # -- tensors
 
 
 def _unstack_layers(folder: Path, stored: StoredTensors, weights: list[str]) -> LazyTensors:
-    """Return the weights under our names, with tensors for every layer; stacked tensors are read layer by layer."""
-    places: dict[str, tuple[str, int | None]] = {}  # by our name: the stored name, and the layer's index in its stack
+    """Return the weights under our names, each layer's apart; a stacked tensor is read layer by layer."""
+    places: dict[str, tuple[str, int | None]] = {}  # by our name: the stored name, and the index in a stack if stacked
     is_hybrid = HYBRID_NORM in weights
     for name in weights:
         match = LAYER.fullmatch(name)
@@ -165,7 +165,7 @@ def _count_end_of_text(arguments: Arguments, rows: int) -> Arguments:
 
 
 def _fan_fields(folder: Path, arguments: Arguments, stated: Mapping[str, Any]) -> Any:
-    """Return the fields of FAN: the user's; else the defaults if the layer spec is ours, or none without a spec."""
+    """Return the fields of FAN: the user's or, without any, the defaults if the spec is ours, `none` without a spec."""
     spec = arguments.get("spec")
     if "fan" in stated or spec in SPECS:
         return stated.get("fan") or {}

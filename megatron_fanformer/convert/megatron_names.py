@@ -17,15 +17,14 @@ class Counterpart(NamedTuple):
     """The field that corresponds to an argument of another name."""
 
     field: str
-    note: str
-    """How the field differs; empty: its value is the argument's."""
+    note: str  # how the field's value differs from the argument's; empty if it does not
 
     def __str__(self) -> str:
         return f"{self.field} ({self.note})" if self.note else self.field
 
 
 def _table(text: str) -> dict[str, Counterpart]:
-    """Parse lines `NAMES = FIELD: NOTE`."""
+    """Return the fields by their arguments' names, from lines `NAMES = FIELD: NOTE`."""
     rows = {}
     for line in text.strip().splitlines():
         names, _, right = line.partition(" = ")
@@ -68,7 +67,7 @@ tokenizer_model = data.tokenizer
 save = training.run_dir: for metrics too
 tensorboard_dir = logging.tensorboard: true; in the run's folder
 """)
-"""Arguments whose values `config --from-megatron` converts into values of the fields."""
+"""Arguments whose values `config --from-megatron` converts to values of the fields."""
 
 BY_HAND = _table("""
 hybrid_layer_pattern hybrid_override_pattern = model.num_layers: half of `*-` repeated
@@ -85,7 +84,7 @@ save_retain_interval = checkpoint.keep: how many of the newest
 log_params_norm = logging.norm_interval: in steps
 profile profile_step_start profile_step_end = logging.profile_steps: [FIRST, LAST], both profiled
 """)
-"""Arguments from whose values the fields' values do not follow: the user must set the fields."""
+"""Arguments whose values do not determine the fields' values, so that the user must set the fields."""
 
 COUNTERPARTS = {**CONVERTED, **BY_HAND}
 
@@ -131,24 +130,25 @@ RULES: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 """By argument: the allowed values and the reason. The first value is assumed where a version of Megatron-LM lacks the
 argument. Of these arguments, only those in `LAYERS` show in a checkpoint's tensors."""
-LAYERS = ("num_experts", "multi_latent_attention")  # without effect beside a --spec; our specs have neither
-DROPOUT = ("hidden_dropout", "attention_dropout")  # without effect on a model that does not train
+LAYERS = ("num_experts", "multi_latent_attention")  # Megatron-LM ignores them beside a --spec; our specs have neither
+DROPOUT = ("hidden_dropout", "attention_dropout")  # they change training alone, not a model's weights
 
 
 def model_problems(arguments: Arguments) -> list[str]:
-    """Return a clause for each argument that makes a model which cannot be built here."""
-    rules = {name: rule for name, rule in RULES.items() if not (arguments.get("spec") and name in LAYERS)}
-    problems = {
-        name: reason for name, (allowed, reason) in rules.items() if arguments.get(name, allowed[0]) not in allowed
-    }
+    """Return a clause for each argument that states a property which no model here can have."""
+    reasons: dict[str, str] = {}  # by argument
+    for name, (allowed, reason) in RULES.items():
+        is_ignored = name in LAYERS and arguments.get("spec")
+        if not is_ignored and arguments.get(name, allowed[0]) not in allowed:
+            reasons[name] = reason
     width, heads, size = (arguments.get(name) for name in ("hidden_size", "num_attention_heads", "kv_channels"))
     if type(width) is type(heads) is type(size) is int and width != heads * size:
-        problems["kv_channels"] = "the head size is hidden_size / num_attention_heads"
-    return [f"{name} is {arguments[name]!r:.{MOST_SHOWN}}, but {reason}" for name, reason in problems.items()]
+        reasons["kv_channels"] = "the head size is hidden_size / num_attention_heads"
+    return [f"{name} is {arguments[name]!r:.{MOST_SHOWN}}, but {reason}" for name, reason in reasons.items()]
 
 
 def model_fields(arguments: Arguments) -> dict[str, Any]:
-    """Return the fields of the model that arguments state, except `fan`, by our names."""
+    """Return the model's fields that the arguments state, by our names, except the fields in `fan`."""
     values = {name: arguments.get(name) for name in FIELDS}
     values["layernorm_epsilon"] = arguments.get("layernorm_epsilon", arguments.get("norm_epsilon"))
     if not arguments.get("group_query_attention"):

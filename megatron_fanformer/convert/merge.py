@@ -1,8 +1,8 @@
 """`merge`: the weighted average of checkpoints of one model, one tensor at a time, with a receipt.
 
 Of a run in bf16, the float32 main weights are averaged. Sums are computed in float64 and rounded once, to the number
-format that is written: an average is exact to half a unit in its last place (apart from float64's relative 1e-16), and
-the average of a checkpoint with itself is that checkpoint, bit for bit.
+format of the file: an average is exact to half a unit in its last place (apart from float64's relative 1e-16), and the
+average of a checkpoint with itself is that checkpoint, bit for bit.
 """
 
 import json
@@ -28,7 +28,7 @@ from megatron_fanformer.errors import InputError
 def merge_checkpoints(sources: Sequence[Path], shares: Sequence[float], output: Path) -> list[str]:
     """Write the average of checkpoints into a new folder, as its checkpoint of step 0; return lines about it.
 
-    The average has the narrowest number format that can hold those of all sources.
+    The average has the narrowest number format that holds every value of all sources' formats.
 
     Args:
         shares: the weight of each checkpoint; their sum is 1.
@@ -38,7 +38,7 @@ def merge_checkpoints(sources: Sequence[Path], shares: Sequence[float], output: 
         CorruptError: a checkpoint is damaged; then no folder is written.
     """
     for source in sources:
-        run_folder.check_sound(source)  # before tokenizers are compared: a damaged one would look like a different one
+        run_folder.check_sound(source)  # first, or a damaged tokenizer would be reported as a different tokenizer
     _refuse_different_models(sources)
     model = run_folder.saved_model(sources[0])
     tokenizer = _same_file("tokenizer", map(run_folder.attached_tokenizer, sources))
@@ -91,6 +91,7 @@ def _average(parts: Iterable[tuple[Tensor, float]], dtype: torch.dtype) -> Tenso
 
 
 def _refuse_different_models(checkpoints: Sequence[Path]) -> None:
+    """Raise InputError if the model of a checkpoint differs from the first one's in any field."""
     first = run_folder.saved_model(checkpoints[0]).resolved_fields()
     for checkpoint in checkpoints[1:]:
         other = run_folder.saved_model(checkpoint).resolved_fields()

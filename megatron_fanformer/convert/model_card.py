@@ -23,20 +23,16 @@ MAX_SHARD_SIZE = "5GB"
 class Extras:
     """Files and texts beside the tensors, and facts for the card that the model's configuration lacks."""
 
-    name: str
-    """The model's name on the card: its folder's name."""
+    name: str  # the model's name on the card, which is the name of its folder
     tokenizer: Path | None = None
-    eod_id: int | None = None
-    """The id that ends a document; None: the tokenizer's own."""
+    eod_id: int | None = None  # the id that ends a document; None: the tokenizer's own
     max_shard_size: str = MAX_SHARD_SIZE
-    progress: SavedProgress | None = None
-    """The length of the training; None: not known."""
-    chat_template: str | None = None
-    """The chat template in Jinja; left out where there is no tokenizer."""
+    progress: SavedProgress | None = None  # the length of the training; None: not known
+    chat_template: str | None = None  # in Jinja; not written if there is no tokenizer
 
     @functools.cached_property
     def end_of_text_id(self) -> int | None:
-        """Return the id that ends a document: as stated, or the tokenizer's."""
+        """Return the id that ends a document: `eod_id` or, if that is None, the tokenizer's."""
         return load_tokenizer(self.tokenizer, eod_id=self.eod_id).eod_id if self.tokenizer else self.eod_id
 
 

@@ -31,40 +31,42 @@ WEIGHT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Transform:
-    """The way from Megatron's tensor of a row to the tensors of another format, and back."""
+    """The conversion of Megatron's tensor of a row to the tensors of another format, and back."""
 
     name: str
+    # Splits Megatron's tensor ("hub") into the other format's tensors, for a model of the given configuration.
     split: Callable[[Tensor, FANformerConfig], tuple[Tensor, ...]] = lambda hub, _config: (hub,)
-    """Split Megatron's tensor for a model of this configuration."""
+    # Joins the other format's tensors to Megatron's.
     join: Callable[[Sequence[Tensor], FANformerConfig], Tensor] = lambda parts, _config: parts[0]
-    """Join the parts of a model of this configuration."""
 
 
 def _group_heads(tensor: Tensor, config: FANformerConfig) -> Tensor:
-    """Return rows by query group and head: [k * x * d, h] -> [k, x, d, h], with x heads in each group."""
+    """Return rows by query group and head, [k * x * d, h] -> [k, x, d, h], for x heads (of any kind) in each group."""
     return tensor.unflatten(0, (config.query_groups, -1, config.kv_channels))
 
 
 def _split_heads(hub: Tensor, config: FANformerConfig) -> tuple[Tensor, ...]:
     """Split rows in Megatron's order, group after group, into all queries, all keys and, if there are any, all values.
 
-    A group has queries, one key and one value. Values with a FAN layer of their own are in another tensor.
+    A group has queries, one key and one value. If a FAN layer makes the values, they are in another tensor.
     """
     grouped = _group_heads(hub, config)
     queries = config.num_attention_heads // config.query_groups
-    heads = [queries, *[1] * (grouped.shape[1] - queries)]  # of each kind in a group: one key and, if any, one value
-    return tuple(part.flatten(0, 2) for part in grouped.split(heads, dim=1))
+    keys_and_values = [1] * (grouped.shape[1] - queries)  # heads: one key and, if it is here, one value
+    return tuple(part.flatten(0, 2) for part in grouped.split([queries, *keys_and_values], dim=1))
 
 
 def _join_heads(parts: Sequence[Tensor], config: FANformerConfig) -> Tensor:
+    """Join queries, keys and values, group after group: the inverse of `_split_heads`."""
     return torch.cat([_group_heads(part, config) for part in parts], dim=1).flatten(0, 2)
 
 
 def _join_stacked_heads(parts: Sequence[Tensor], config: FANformerConfig) -> Tensor:
+    """Join heads as `_join_heads` does, from one tensor with all queries, then all keys and, if any, all values."""
     (stacked,) = parts
     query_rows, key_rows = config.num_attention_heads * config.kv_channels, config.value_size  # as many for values
-    after_queries = (stacked.shape[0] - query_rows) // key_rows  # 2 parts, keys and values; or 1, keys alone
-    return _join_heads(stacked.split([query_rows, *[key_rows] * after_queries]), config)
+    keys_and_values = [key_rows] * ((stacked.shape[0] - query_rows) // key_rows)
+    return _join_heads(stacked.split([query_rows, *keys_and_values]), config)
 
 
 def _swap_halves(tensor: Tensor) -> Tensor:
@@ -72,13 +74,13 @@ def _swap_halves(tensor: Tensor) -> Tensor:
 
 
 def vocabulary_multiple(vocab_size: int, rows: int) -> int:
-    """Return the multiple to which Megatron pads `vocab_size` token ids to get `rows` rows: its usual one or `rows`."""
+    """Return a multiple to which Megatron pads `vocab_size` ids to get `rows` rows: the usual one or else `rows`."""
     usual = FANformerConfig.make_vocab_size_divisible_by
     return usual if -(-vocab_size // usual) * usual == rows else rows
 
 
 def resize_vocabulary(tensor: Tensor, rows: int) -> Tensor:
-    """Cut off rows of the vocabulary [v, h], or add zeros, so that there are `rows`."""
+    """Return the vocabulary [v, h] with `rows` rows: the last ones are cut off, or rows of zeros added."""
     missing = rows - tensor.shape[0]
     if missing <= 0:
         return tensor[:rows]
@@ -126,10 +128,8 @@ class Naming:
 class Row:
     """One tensor, or one per layer, in the three formats."""
 
-    megatron: Naming
-    """Megatron's naming: one name, whose transform is the identity except for the vocabulary's padding."""
-    shape: tuple[Size, ...]
-    """Shape of Megatron's tensor."""
+    megatron: Naming  # one name; the transform is the identity, or pads the vocabulary
+    shape: tuple[Size, ...]  # of Megatron's tensor
     reference: Naming
     hf: Naming
 
@@ -207,7 +207,7 @@ def convert(
         dtype: the type to round to; None keeps types, and gives joined tensors the widest type among their parts.
 
     Raises:
-        CorruptError: tensors are missing, unknown, of another shape, or of no type of weights; the message names them.
+        CorruptError: as `check_tensors` raises it.
     """
     known = meta_of(tensors)
     check_tensors(known, config, source)
@@ -218,13 +218,14 @@ def convert(
         widest = functools.reduce(torch.promote_types, (known[name].dtype for name in names_in(row, layer, source)))
         parts = row.naming(target).transform.split(row.hub(target_config, dtype or widest), target_config)
         for name, part in zip(names_in(row, layer, target), parts, strict=True):
-            places[name], meta[name] = (row, layer), part
-    computed: dict[str, Tensor] = {}  # tensors of the last row that were not requested yet
+            places[name] = row, layer
+            meta[name] = part
+    computed: dict[str, Tensor] = {}  # by name, the tensors of the last row that were not requested yet
 
     def compute(name: str) -> Tensor:
         if name not in computed:
             row, layer = places[name]
-            computed.clear()
+            computed.clear()  # the rows before are not kept, so that memory holds one row alone
             hub = row.naming(source).transform.join([tensors[n] for n in names_in(row, layer, source)], config)
             parts = row.naming(target).transform.split(hub, target_config)
             computed.update(zip(names_in(row, layer, target), parts, strict=True))
@@ -266,7 +267,7 @@ def check_tensors(known: Mapping[str, Tensor], config: FANformerConfig, source: 
         for name, shape in expected.items()
         if name in known and tuple(known[name].shape) != shape
     ]
-    problems = {
+    names_by_problem = {
         "missing": [name for name in expected if name not in known],
         "unknown": [name for name in known if name not in expected],
         "of another shape": wrong_shapes,
@@ -276,15 +277,15 @@ def check_tensors(known: Mapping[str, Tensor], config: FANformerConfig, source: 
             if name in known and known[name].dtype not in WEIGHT_TYPES
         ],
     }
-    if text := "; ".join(f"{len(names)} {kind}: {some(names)}" for kind, names in problems.items() if names):
+    if text := "; ".join(f"{len(names)} {kind}: {some(names)}" for kind, names in names_by_problem.items() if names):
         raise CorruptError(f"the {source} weights do not match their configuration; {text}")
 
 
 def inferred_p_ratio(fan_rows: int, width: int, stated: float | None, name: str = "p_ratio") -> float:
     """Return the p_ratio of a FAN map: the stated one or, if none is stated, one that gives the map's number of rows.
 
-    With P periodic rows and an output of width w, the map also has w - 2P linear rows, in all w - P. `name` is the
-    field that states p_ratio.
+    With P periodic rows and an output of w features (`width`), the map also has w - 2P linear rows, in all w - P.
+    `name` is the field that states p_ratio, for the message.
 
     Raises:
         CorruptError: no p_ratio gives `fan_rows` rows, or the stated one gives another number.

@@ -35,7 +35,7 @@ from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid
 from megatron_fanformer.runtime.seeding import local_shards, seed_everything
 from megatron_fanformer.terminal import some
 
-# Few: a 1B model takes seconds per pass on a laptop's cores.
+# Few prompts: a 1B model takes seconds per pass on a laptop's cores.
 PROMPTS, PROMPT_TOKENS, PROMPT_SEED = 4, 8, 20_250_211
 # Relative to the largest logit. Rounding in float32 makes 1e-6 to 1e-5 (measured on the reference cases and at 1B);
 # exchanging the query and key of one head, the smallest of the planted faults, makes 1e-3 and more.
@@ -60,7 +60,7 @@ def verify(source: Checkpoint, destination: Checkpoint, dtype: torch.dtype | Non
         logits = _logits(destination, None, grid, ids_bs)
     except (FanformerError, RuntimeError, IndexError) as error:
         return {"problem": " ".join(str(error).split()) or type(error).__name__}
-    columns = min(source_logits.shape[-1], logits.shape[-1])  # without vocabulary padding that only one of them has
+    columns = min(source_logits.shape[-1], logits.shape[-1])  # without vocabulary padding that one model alone has
     difference = (source_logits[..., :columns] - logits[..., :columns]).abs().max().item()
     allowed = LOGITS_TOLERANCE * source_logits[..., :columns].abs().max().item()
     is_close = difference <= allowed  # False for NaN
@@ -73,7 +73,7 @@ def verify(source: Checkpoint, destination: Checkpoint, dtype: torch.dtype | Non
 
 
 def receipt(source: Checkpoint, destination: Checkpoint, checks: Json, path: Path) -> Json:
-    """Return the receipt; `path` is where the destination will be published."""
+    """Return the receipt of a conversion whose destination will be published at `path`."""
     return {
         "checks": checks,
         "source": describe_checkpoint(source, source.path),
@@ -83,7 +83,7 @@ def receipt(source: Checkpoint, destination: Checkpoint, checks: Json, path: Pat
 
 
 def describe_checkpoint(checkpoint: Checkpoint, path: Path) -> Json:
-    """Return a receipt's entry for one checkpoint: format, name (the last part of `path`), model and files."""
+    """Return a receipt's entry for a checkpoint: format, the last part of `path` as its name, model, weight files."""
     return {
         "format": checkpoint.format,
         "name": path.name,
@@ -114,7 +114,7 @@ def different_tensors(source: Checkpoint, destination: Checkpoint, dtype: torch.
     different = []
     for name, returned in back.items():
         original = source.tensors[name]
-        # The conversion gave joined tensors the widest type among their parts.
+        # Parts that the conversion joined have the widest type among them, and keep this type when split again.
         original = original.to(dtype or torch.promote_types(original.dtype, returned.dtype))
         if name in vocabulary:
             original, returned = original[:shared_rows], returned[:shared_rows]
@@ -124,6 +124,7 @@ def different_tensors(source: Checkpoint, destination: Checkpoint, dtype: torch.
 
 
 def _same_bits(left: Tensor, right: Tensor) -> bool:
+    """Return whether tensors are equal bit for bit: NaN equals itself, and 0.0 differs from -0.0."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.dtype.itemsize]
@@ -143,7 +144,7 @@ def prompts(vocab_size: int) -> Tensor:
 
 @torch.no_grad()
 def _logits(checkpoint: Checkpoint, dtype: torch.dtype | None, grid: RankGrid, ids_bs: Tensor) -> Tensor:
-    """Return the logits of a checkpoint's model in float32; its weights are first rounded to `dtype`, unless None."""
+    """Return the logits of a checkpoint's model in float32, with its weights first rounded to `dtype` (None: not)."""
 
     def load(name: str) -> Tensor:
         if name not in checkpoint.tensors:
@@ -197,7 +198,7 @@ def reference_logits(config: FANformerConfig, load: Load, ids_bs: Tensor) -> Ten
     Source: the paper's equations and the facts in tests/reference/README.md.
 
     Args:
-        load: returns the tensor of a name of the reference, in float32.
+        load: returns a tensor in float32 by its name in the authors' format.
     """
     x = F.embedding(ids_bs, load("transformer.wte.weight"))
     for layer in range(config.num_layers):

@@ -22,8 +22,7 @@ Kind = Literal["token files", "folder of token files", "run", "checkpoint", "hf"
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 OURS: tuple[Kind, ...] = ("run", "checkpoint")
-RUNNABLE: tuple[Kind, ...] = (*OURS, "hf")
-"""The kinds of targets that text can be generated from."""
+RUNNABLE: tuple[Kind, ...] = (*OURS, "hf")  # the models that can generate text without conversion
 MODELS: tuple[Kind, ...] = (*RUNNABLE, "reference", "megatron-lm")
 DESCRIPTIONS: dict[Kind, str] = {
     "token files": "a prefix of token files (or one of them)",
@@ -35,7 +34,7 @@ DESCRIPTIONS: dict[Kind, str] = {
     "megatron-lm": "a checkpoint of Megatron-LM",
 }
 
-# What may follow a prefix of token files; the longer endings first, since .json ends one of them.
+# Endings of token files after their common prefix. The first that matches is taken: MASK_SUFFIX comes before .bin.
 ENDINGS = (".manifest.json", ".ledger.parquet", MASK_SUFFIX, ".bin", ".idx", ".npy")
 CONFIG_JSON = "config.json"  # a Hugging Face folder's
 MODEL_TYPE = "fanformer"  # a FANformer's model_type in it
@@ -43,7 +42,7 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # of a model on the Hugging Face hub:
 TRACKER = "latest_checkpointed_iteration.txt"  # in a folder of Megatron-LM's checkpoints
 ITERATION, RELEASE = re.compile(r"[0-9]{1,9}"), "release"  # the tracker's content
 TORCH_TABLE = ".metadata"  # as in checkpoint/stored_files.py, which imports torch
-OLD_MEGATRON_LM = "mp_rank_*"  # in a checkpoint of Megatron-LM's format before `torch_dist`
+OLD_MEGATRON_LM = "mp_rank_*"  # folders in a checkpoint of Megatron-LM's format before `torch_dist`
 REFERENCE_FIELD = "d_model"  # only the authors' configurations have it
 
 
@@ -52,10 +51,8 @@ class Target:
     """A path whose kind is known."""
 
     kind: Kind
-    path: Path
-    """The path as stated; the run's folder, if the folder `checkpoints` of a run is stated."""
-    prefixes: tuple[str, ...] = ()
-    """Prefixes of the token files at the path; empty if it holds a model."""
+    path: Path  # as stated, or the run's folder if the folder `checkpoints` of a run was stated
+    prefixes: tuple[str, ...] = ()  # of the token files at the path; empty if the path holds a model
 
     @property
     def is_data(self) -> bool:
@@ -83,7 +80,7 @@ def recognize(path: str | Path, accepted: Sequence[Kind] = KINDS) -> Target:
 
 
 def checkpoint_of(target: Target) -> Path:
-    """Return the folder of a target's model; for a run or a folder of Megatron-LM, it is the latest checkpoint's.
+    """Return the folder of a target's model: of the latest checkpoint, if the target is a run or Megatron-LM's folder.
 
     Raises:
         InputError: the run has no checkpoint yet, or Megatron-LM's checkpoint is not in its format torch_dist.
@@ -128,7 +125,7 @@ def _latest_iteration(folder: Path) -> Path:
 
 
 def prefix_of(path: str) -> str:
-    """Return a path without its known ending."""
+    """Return a path without the ending of a token file, if it has one."""
     return next((path[: -len(ending)] for ending in ENDINGS if path.endswith(ending)), path)
 
 
@@ -150,19 +147,18 @@ def _recognize_folder(folder: Path) -> Target:
     """Recognize a folder; the order of the checks decides where several kinds would match."""
     if (folder / TRACKER).is_file():  # checked before the folder's name: Megatron-LM may save into any folder
         return Target("megatron-lm", folder)
-    named = folder.resolve() if folder.name in ("", "..") else folder  # a checkpoint's name states its step
+    named = folder.resolve() if folder.name in ("", "..") else folder  # a checkpoint's folder is named by its step
     if run_folder.is_checkpoint(folder):
         return Target("checkpoint", named)
     has_checkpoints = (folder / run_folder.CHECKPOINTS).is_dir()
-    if not (folder / CONFIG_JSON).is_file():  # an export may hold another program's checkpoints and file `latest`
+    if not (folder / CONFIG_JSON).is_file():  # an export may hold another program's `checkpoints` or `latest`
         if has_checkpoints:
             return Target("run", folder)
         if named.name == run_folder.CHECKPOINTS or (folder / run_folder.LATEST).is_file():
             return Target("run", named.parent)
-    stated, sections = (
-        run_folder.read_mapping(file) if file.is_file() else {}
-        for file in (folder / CONFIG_JSON, folder / run_folder.CONFIG)
-    )
+    config_json, config = folder / CONFIG_JSON, folder / run_folder.CONFIG
+    stated = run_folder.read_mapping(config_json) if config_json.is_file() else {}
+    sections = run_folder.read_mapping(config) if config.is_file() else {}
     model_type, model = stated.get("model_type"), sections.get("model")
     if model_type == MODEL_TYPE:
         return Target("hf", folder)

@@ -1,7 +1,7 @@
 """Reads and writes the authors' checkpoints, `config.yaml` with `model.safetensors` or `model.pt`.
 
-Folders of their Hugging Face wrapper are read, too. Field names and defaults are those of the reference's model
-configuration. Settings of dropout and initialization are not read: they do not change the function of given weights.
+Folders of the authors' Hugging Face wrapper are read, too. Field names and defaults are those of the reference's model
+configuration. Settings of dropout and initialization are not read: they do not change what trained weights compute.
 """
 
 import math
@@ -23,7 +23,7 @@ from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from megatron_fanformer.model.placements import PLACEMENTS
 
-WRAP_PREFIX = "model."
+WRAP_PREFIX = "model."  # of names in weights of the authors' Hugging Face wrapper
 SEQUENTIAL, FANFORMER = "sequential", "fanformer"
 OPTIMIZER_FILES = ("optim.pt", "optim.safetensors", "optim", "train.pt", "trainer.pt", "other.pt")  # not converted
 Fields = Mapping[str, Any]
@@ -38,8 +38,7 @@ class _Sizes(msgspec.Struct, kw_only=True):
     vocab_size: int
     n_kv_heads: int | None = None
     multi_query_attention: bool | None = None
-    mlp_hidden_size: int | None = None
-    """Both halves of SwiGLU."""
+    mlp_hidden_size: int | None = None  # of both halves of SwiGLU together
     mlp_ratio: float = 4
     embedding_size: int | None = 50_304
     max_sequence_length: int | None = None
@@ -56,6 +55,7 @@ class _Sizes(msgspec.Struct, kw_only=True):
         return self.vocab_size if self.embedding_size is None else self.embedding_size
 
     def problems(self) -> list[str]:
+        """Return a clause for each number that no model here can have."""
         numbers = {"mlp_ratio": self.mlp_ratio, "rope_theta": self.rope_theta, "layer_norm_eps": self.layer_norm_eps}
         problems = [f"{name} is {number}" for name, number in numbers.items() if not math.isfinite(number)]
         if not problems and self.rope_theta % 1:
@@ -105,7 +105,7 @@ def open_reference(folder: Path) -> tuple[FANformerConfig, LazyTensors]:
 
 
 def stated_end_of_text_id(folder: Path) -> int | None:
-    """Return the id that ends a text, if a checkpoint's configuration states one."""
+    """Return the id that ends a text; None if the checkpoint's configuration states none."""
     stated = _stated_fields(folder).get("eos_token_id")
     return stated if type(stated) is int else None
 
@@ -145,7 +145,7 @@ def _stated_fields(folder: Path) -> dict[str, Any]:
 
 
 def _problems(fields: Fields) -> list[str]:
-    """Return a clause for each field of a model that cannot be expressed here."""
+    """Return a clause for each field that states a property which no model here can have."""
     problems = []
     for name, (default, required, reason) in _RULES.items():
         value = fields.get(name, default)
@@ -163,7 +163,7 @@ def _problems(fields: Fields) -> list[str]:
 
 
 def _strip_wrap_prefix(tensors: LazyTensors) -> LazyTensors:
-    """Return tensors under names without the prefix of the Hugging Face wrapper, if all names have it."""
+    """Return the tensors; if all their names begin with the wrapper's prefix, under names without this prefix."""
     if not all(name.startswith(WRAP_PREFIX) for name in tensors):
         return tensors
     meta = {name.removeprefix(WRAP_PREFIX): tensor for name, tensor in tensors.meta.items()}

@@ -88,7 +88,7 @@ def write_tokenizer(folder: Path, extras: Extras, *, model_max_length: int) -> t
         (folder / CHAT_TEMPLATE_JINJA).write_text(extras.chat_template, encoding="utf-8")
         end_of_turn_ids = written.encode(ChatTemplate(extras.chat_template).end_of_turn(), add_special_tokens=False).ids
         other_special_ids = set(written.get_added_tokens_decoder()) - {end_of_text_id}
-        end_ids += [end_id for end_id in end_of_turn_ids if end_id in other_special_ids][-1:]  # or none
+        end_ids += [end_id for end_id in end_of_turn_ids if end_id in other_special_ids][-1:]  # the last, if any
     _verify(folder, source, original_encode, finds_special_tokens=source.suffix != ".model")
     return max(vocabulary.values()) + 1, end_ids
 
@@ -133,7 +133,7 @@ def _write_sentencepiece(folder: Path, source: Path) -> Callable[[str], list[int
 
     model: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # made at run time
     model.ParseFromString(source.read_bytes())
-    # `_verify` may miss pieces that sentencepiece never finds in a text, but that the written tokenizer would find.
+    # sentencepiece never finds these pieces in a text; the written tokenizer would, which `_verify` may not notice.
     if any(piece.type == piece.UNUSED or " " in piece.piece for piece in model.pieces):
         raise InputError(
             f"sentencepiece model {source} has unused pieces or pieces with a plain space, which Hugging Face's format "

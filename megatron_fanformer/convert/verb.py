@@ -101,6 +101,7 @@ def merge(options: MergeOptions) -> None:
 
 
 def _find_checkpoints(options: MergeOptions) -> list[Path]:
+    """Return the folders of the named checkpoints or, with --last, of the run's newest ones, the oldest first."""
     from megatron_fanformer.checkpoint.remote import on_this_machine
     from megatron_fanformer.checkpoint.run_folder import complete_checkpoints
     from megatron_fanformer.convert.recognition import checkpoint_of, find_checkpoint, recognize
@@ -113,7 +114,7 @@ def _find_checkpoints(options: MergeOptions) -> list[Path]:
             "checkpoints themselves"
         )
     run = recognize(options.sources[0], ("run",))
-    latest = checkpoint_of(run)  # a run may have been set back to it: later checkpoints are not averaged
+    latest = checkpoint_of(run)  # the run may have been set back to this one, so later ones are not its weights
     checkpoints = [folder for folder in complete_checkpoints(run.path) if folder.name <= latest.name]
     if not FEWEST_MERGED <= options.last <= len(checkpoints):
         raise InputError(

@@ -27,8 +27,8 @@ PICKLED = (MODEL_PT, "pytorch_model.bin")
 SAFETENSORS_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _TYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_TYPES.items()}
 PICKLED_NAME = "gA"  # a pickle's first bytes in base 64: the authors' code writes nested names as such pickles
-HEADER_MULTIPLE = 8
-LARGEST_INDEX_BYTES = 1 << 26  # a list of a million tensors in shards
+HEADER_MULTIPLE = 8  # bytes: safetensors pads its header, so that the tensors behind it are aligned
+LARGEST_INDEX_BYTES = 1 << 26  # enough for the names and shards of a million tensors
 
 
 # -- reading
@@ -74,6 +74,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _read_shard_names(index: Path) -> list[str]:
+    """Return the names of the shards in an index; raise CorruptError if one is not a safetensors file beside it."""
     content = json.loads(regular_file(index, most_bytes=LARGEST_INDEX_BYTES).read_text(encoding="utf-8"))
     shards = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(shards, dict) or not shards:
@@ -90,16 +91,17 @@ def _read_shard_names(index: Path) -> list[str]:
 
 def _open_safetensors(folder: Path, files: list[Path]) -> LazyTensors:
     meta: dict[str, Tensor] = {}
-    file_of: dict[str, Path] = {}
+    file_by_name: dict[str, Path] = {}
     for file in files:
         for name, meta_tensor in _read_meta(file):
             if name in meta:
                 raise CorruptError(f"{file} holds {name}, which another shard holds too; copy the folder again")
-            meta[name], file_of[name] = meta_tensor, file
+            meta[name] = meta_tensor
+            file_by_name[name] = file
 
     def load(name: str) -> Tensor:
         # Reopened for every tensor: an open file keeps the pages that were read in memory.
-        with _reporting_damage(folder), safetensors.safe_open(file_of[name], framework="pt") as stream:
+        with _reporting_damage(folder), safetensors.safe_open(file_by_name[name], framework="pt") as stream:
             return stream.get_tensor(name)
 
     return LazyTensors(meta, load)
@@ -125,6 +127,7 @@ def _read_meta(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _load_pickled(file: Path, is_mapped: bool) -> dict[str, Tensor]:
+    """Return the tensors by name in a pickled file, without executing code; raise CorruptError if it holds more."""
     with reporting_damage(file, trusted=f"save only the tensors, as {SAFETENSORS}", whole="copy it again"):
         loaded = load_data(file, mapped=is_mapped)
     if not isinstance(loaded, dict) or not all(isinstance(tensor, Tensor) for tensor in loaded.values()):
@@ -159,7 +162,7 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], *, max_shard_size:
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], names: list[str]) -> None:
-    """Write the named tensors into one file, requesting one at a time: safetensors' own writer needs all at once."""
+    """Write the named tensors into one file, requesting one at a time: safetensors' own writer needs all in memory."""
     meta = meta_of(tensors)
     # Wide types come first, so that every tensor is aligned to its type.
     order = sorted(names, key=lambda name: -meta[name].itemsize)

@@ -1,7 +1,7 @@
 """FANformer for transformers, and its registration with the `Auto*` classes.
 
-transformers does not look for models in installed packages, so an exported folder opens without
-`trust_remote_code` in a process that has imported this module:
+transformers does not look for models in installed packages. So an exported folder opens without
+`trust_remote_code` only in a process that has imported this module:
 
     import megatron_fanformer.hf  # noqa: F401
     model = AutoModelForCausalLM.from_pretrained(folder)

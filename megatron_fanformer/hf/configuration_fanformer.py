@@ -11,7 +11,7 @@ OLDEST_TRANSFORMERS = "5.4"  # 5.3 fails in its masks; generation was tested up 
 _installed, _oldest = (
     tuple(map(int, version.split(".")[:2])) for version in (transformers.__version__, OLDEST_TRANSFORMERS)
 )
-if _installed < _oldest:  # this file of an export is read first, before anything that older versions lack
+if _installed < _oldest:  # checked in the file that transformers reads first: the others import what 5.3 lacks
     raise ImportError(
         f"FANformer needs transformers {OLDEST_TRANSFORMERS} or later, and {transformers.__version__} is installed; "
         "run pip install --upgrade transformers"
@@ -46,7 +46,7 @@ class Placement(NamedTuple):
     """Properties of a configuration that depend on the placement of FAN."""
 
     tp_plan: dict[str, str] = TP_PLAN
-    has_v_p_ratio: bool = False  # the values are the output of a FAN projection
+    has_v_p_ratio: bool = False  # whether the values are the output of a FAN projection
 
 
 FAN_PLACEMENTS = {
@@ -90,8 +90,8 @@ class FANformerConfig(transformers.PreTrainedConfig):
     p_ratio: float = 0.25
     """Periodic share of the hidden size, in [0, 0.5]: int(p_ratio * hidden_size) rows of W are p. With `fan_placement`
     ffn it is the share of each FAN layer's output."""
-    fan_activation: str = "none"  # of g: `none` or `gelu`
-    fan_bias: bool = True  # b, on all rows
+    fan_activation: str = "none"  # the activation of g: `none` or `gelu`
+    fan_bias: bool = True  # whether there is b, on all rows
     fan_placement: str = "qkv"
     """`qkv`: queries, keys and values are projected from FAN's output; `qk_and_v`: queries and keys are, and the values
     are the output of another FAN projection; `ffn`: two FAN projections in place of SwiGLU, and a Transformer's
@@ -109,7 +109,7 @@ class FANformerConfig(transformers.PreTrainedConfig):
             self.num_key_value_heads = self.num_attention_heads
         if self.fan_placement in tuple(FAN_PLACEMENTS):  # others, even unhashable ones, are left to `_problems`
             placement = FAN_PLACEMENTS[self.fan_placement]
-            has_split_norms = self.use_qk_norm and not placement.has_v_p_ratio
+            has_split_norms = self.use_qk_norm and not placement.has_v_p_ratio  # else a rank has all heads
             self.base_model_tp_plan = {**placement.tp_plan, **(HEAD_NORMS_TP_PLAN if has_split_norms else {})}
         super().__post_init__(**kwargs)
         problems = self._problems()

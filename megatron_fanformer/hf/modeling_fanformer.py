@@ -93,7 +93,7 @@ class FANformerRotaryEmbedding(nn.Module):
         if kind == "default":
             exponents = torch.arange(0, self.config.head_dim, 2, dtype=torch.float32, device=device)
             return 1.0 / self.config.rope_parameters["rope_theta"] ** (exponents / self.config.head_dim), 1.0
-        lengths = {"seq_len": position_ids.max() + 1} if kind in ("dynamic", "longrope") else {}
+        lengths = {"seq_len": position_ids.max() + 1} if kind in ("dynamic", "longrope") else {}  # scale by length
         return ROPE_INIT_FUNCTIONS[kind](self.config, device, **lengths)
 
     @torch.no_grad()
@@ -152,10 +152,10 @@ class FANformerAttention(nn.Module):
         self.o_proj = residual_linear(heads * self.head_dim, config.hidden_size, layer_idx)
 
     def add_inputs(self, config: FANformerConfig) -> None:
-        """Add the modules that precede queries and keys; a Transformer has none."""
+        """Add the modules that precede the projections of queries and keys; a Transformer has none."""
 
     def add_values(self, config: FANformerConfig, value_size: int) -> None:
-        """Add the modules that compute the values; a Transformer has a matrix."""
+        """Add the modules that compute the values; a Transformer has one linear map."""
         self.v_proj = nn.Linear(config.hidden_size, value_size, bias=False)
 
     def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -200,7 +200,7 @@ class FANformerFANAttention(FANformerAttention):
 
 
 class FANformerFANValueAttention(FANformerFANAttention):
-    """Self-attention that projects queries and keys from FAN's output; its values are the output of a second FAN."""
+    """Self-attention that projects queries and keys from FAN's output, and takes a second FAN's output as values."""
 
     def add_values(self, config: FANformerConfig, value_size: int) -> None:
         """Add the FAN that computes the values."""
@@ -305,7 +305,7 @@ class FANformerPreTrainedModel(PreTrainedModel):
     _can_record_outputs = {"hidden_states": FANformerDecoderLayer, "attentions": FANformerAttention}
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw normal weights of standard deviation 1/sqrt(fan in), cut at 3 of them, as in the reference (`mitchell`).
+        """Draw normal weights of deviation 1/sqrt(fan in), cut at 3 deviations, as in the reference (`mitchell`).
 
         For maps into the residual stream, the standard deviation is 1/sqrt(2 * fan in * (layer + 1)), layers from 0.
         """
@@ -384,7 +384,7 @@ class FANformerModel(FANformerPreTrainedModel):
             **{CACHE_NAME: cache},
         )
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
-        for layer in self.layers[: self.config.num_hidden_layers]:  # fewer while drafting by early exit
+        for layer in self.layers[: self.config.num_hidden_layers]:  # early-exit drafting lowers this number
             hidden_states = layer(
                 hidden_states,
                 position_embeddings=position_embeddings,
@@ -429,7 +429,7 @@ class FANformerForCausalLM(FANformerPreTrainedModel, GenerationMixin):
 
         Args:
             labels: the same ids, not shifted, with -100 in place of tokens that do not count.
-            logits_to_keep: return logits of so many last tokens alone (0: of all), or of the tokens at these positions.
+            logits_to_keep: the number of last tokens whose logits are returned (0: all), or those tokens' positions.
         """
         outputs: BaseModelOutputWithPast = self.model(
             input_ids=input_ids,

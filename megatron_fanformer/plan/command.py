@@ -28,17 +28,17 @@ class PlanRequest:
     """A run to plan."""
 
     options: PlanOptions
-    config: RunConfig  # with the fields that the file leaves open chosen for `machine`
+    config: RunConfig  # every open field (auto, null) is chosen for `machine`
     machine: Machine
-    named: list[tuple[str, RunConfig]]  # pairs of a layout's name and its configuration, to judge; none: search layouts
-    tokens: int  # of the whole run
+    named: list[tuple[str, RunConfig]]  # name and configuration of each layout to judge; empty: search for layouts
+    tokens: int  # the tokens that the whole run trains on
 
 
 def plan(options: PlanOptions) -> None:
-    """Plan a run as requested, and write the report.
+    """Judge the stated layouts or search for the fastest, show the plan, and write the report if one is requested.
 
     Raises:
-        InputError: the request is wrong, or nothing legal fits.
+        InputError: the request is wrong, or no layout is legal and fits.
     """
     if problems := file_problems(report=options.report):
         raise InputError("\n".join(problems))
@@ -56,10 +56,10 @@ def plan(options: PlanOptions) -> None:
 
 
 def read_request(options: PlanOptions) -> PlanRequest:
-    """Read the configuration, the machine and the layouts.
+    """Read the configuration, the machine and the layouts that the options state.
 
     Raises:
-        InputError: one of these is wrong; the message has a line for each problem.
+        InputError: the configuration, the machine or a layout is wrong; the message has a line for each problem.
     """
     machine, config = load_machine(options.gpu), load_config(options.config, options.overrides)
     if problems := config.section_problems(exclude=("data", "parallel")):  # data is not read, layouts are judged later
@@ -75,7 +75,7 @@ def read_request(options: PlanOptions) -> PlanRequest:
 
 
 def _state_steps(config: RunConfig, tokens: int | None) -> RunConfig:
-    """Return the configuration with steps in place of epochs: as many as `tokens` need or, if None, the epochs."""
+    """Return the configuration with a number of steps in place of epochs: for `tokens` or, if None, for the epochs."""
     if config.training.epochs is None:
         return config
     if tokens is not None:
@@ -86,13 +86,14 @@ def _state_steps(config: RunConfig, tokens: int | None) -> RunConfig:
 
 
 def _nothing_fits(request: PlanRequest, findings: Findings) -> Iterator[str]:
-    """Yield the error if no layout fits: a line for each named layout, or one for the whole search."""
+    """Yield the message if no layout fits: a line for each reason against named layouts, or one for a whole search."""
     if request.named:
         yield from (f"layout {rejected.example!r}: {rejected.message}" for rejected in findings.rejected)
-        return
-    reason = findings.candidates[0].shortage if findings.candidates else findings.rejected[0].message
-    legal = f"{findings.legal:,} legal ones of " if findings.legal else ""
-    yield f"none of {legal}{findings.judged:,} layouts {'fits' if findings.legal else 'is legal'}: {reason}"
+    elif findings.legal:  # the candidate is the one that needs the least memory
+        shortage = findings.candidates[0].shortage
+        yield f"none of {findings.legal:,} legal ones of {findings.judged:,} layouts fits: {shortage}"
+    else:
+        yield f"none of {findings.judged:,} layouts is legal: {findings.rejected[0].message}"
 
 
 def plan_lines(request: PlanRequest, findings: Findings) -> Iterator[str]:
@@ -109,7 +110,8 @@ def plan_lines(request: PlanRequest, findings: Findings) -> Iterator[str]:
     )
     needed = f"{shown.needed_bytes / GIB:.1f} of {machine.usable_bytes / GIB:.1f} GiB"
     yield from ["", f"{shown.name}: {'fits' if shown.fits else 'does NOT fit'}, {needed}"]
-    stages = [shown.stages[number] for number in sorted({0, shown.heaviest.stage, len(shown.stages) - 1})]
+    numbers = sorted({0, shown.heaviest.stage, len(shown.stages) - 1})  # the first, the heaviest and the last stage
+    stages = [shown.stages[number] for number in numbers]
     purposes = dict.fromkeys(purpose for stage in stages for purpose in stage.lines)
     memory = [(purpose, [stage.lines.get(purpose, 0) for stage in stages]) for purpose in purposes]
     memory.append(("reserve", [shown.reserve_bytes] * len(stages)))
@@ -136,9 +138,9 @@ def plan_lines(request: PlanRequest, findings: Findings) -> Iterator[str]:
     if len(findings.candidates) > 1:
         rows = []
         for candidate in findings.candidates:
-            speed = f"{candidate.time.seconds:.3f}", f"{candidate.time.model_flops_utilization:.1%}"
-            verdict = "fits" if candidate.fits else "too large"
-            rows.append((candidate.name, *speed, f"{candidate.needed_bytes / GIB:.1f}", verdict))
+            seconds, utilization = f"{candidate.time.seconds:.3f}", f"{candidate.time.model_flops_utilization:.1%}"
+            needed, verdict = f"{candidate.needed_bytes / GIB:.1f}", "fits" if candidate.fits else "too large"
+            rows.append((candidate.name, seconds, utilization, needed, verdict))
         yield from titled_table("candidates", ["layout", "seconds", "MFU", "GiB", ""], rows, "lrrrl")
     yield from ["", f"{plural(findings.judged, 'layout')} judged, {findings.legal:,} legal."]
     if findings.rejected:
@@ -148,7 +150,7 @@ def plan_lines(request: PlanRequest, findings: Findings) -> Iterator[str]:
 
 
 def _assumptions(request: PlanRequest, shown: Estimate) -> Iterator[str]:
-    """Yield sentences on the assumptions and the error of an estimate."""
+    """Yield sentences that state an estimate's assumptions and error."""
     machine, precision = request.machine, request.config.precision
     fp8 = f", products in FP8 ({precision.fp8_recipe})" if precision.fp8 else ""
     yield (
@@ -160,13 +162,13 @@ def _assumptions(request: PlanRequest, shown: Estimate) -> Iterator[str]:
         f"communicators, the CUDA context and the formula's error, and {DRIVERS_SHARE:.0%} of a chip to its driver."
     )
     if error := shown.time.relative_error:
-        yield f"± {error:.0%}: nine of ten steps that a source published of such chips and numbers are as near."
+        yield f"± {error:.0%}: nine of ten published runs on such chips, with such numbers, are within it."
     else:
         yield "Nobody has compared steps of such chips and numbers with the formula: its error is unknown."
 
 
 def _cost(request: PlanRequest, shown: Estimate) -> dict[str, float]:
-    """Return the days and GPU hours of the steps alone, their price, and the bytes of a checkpoint."""
+    """Return the days and GPU hours of the steps, their price (if an hour's is stated), and a checkpoint's bytes."""
     hours = request.tokens / shown.time.tokens_per_second / 3600
     gpu_hours, price = hours * shown.job.world_size, request.options.price
     cost = {"days": hours / 24, "gpu_hours": gpu_hours, "checkpoint_bytes": checkpoint_bytes(shown.job)}
@@ -195,7 +197,7 @@ def _report(request: PlanRequest, findings: Findings) -> dict[str, Any]:
             }
             for candidate in findings.candidates
         ],
-        # Of one rank of each stage, if the layers are the local ones.
+        # Of one rank of each stage. The formulas are those of the local layers, whichever layers the run has.
         "communication": [
             {"stage": stage, "ranks": shown.job.group_sizes(stage)[term.group], **term._asdict()}
             for stage in range(shown.job.stages)

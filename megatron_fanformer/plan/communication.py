@@ -16,7 +16,7 @@ from megatron_fanformer.plan.matrix_updates import MatrixUpdates, Term
 
 LOGIT_STATISTIC_BYTES = 4  # the cross entropy is computed in float32
 NORM_BYTES = 4  # one float32
-JUDGED_NORM_BYTES = 8  # one float64
+JUDGED_NORM_BYTES = 8  # one float64, the largest norm, by which all ranks decide whether a step counts
 REPORT_BYTES = 6 * 8  # sums of losses, tokens and z-losses, and of ranks with each of three interrupts, in float64
 TOKEN_COUNT_BYTES = 4  # one int32
 # Samples travel as words of int64: one says whether they could be read, three hold a token's id, label and position. A
@@ -37,7 +37,8 @@ def communication(job: Job, stage: int, rank: int = 0) -> list[Term]:
     Raises:
         ValueError: the layers do not divide evenly over the stages.
     """
-    sizes, sums = job.group_sizes(stage), dict[tuple[str, str, str], Term]()
+    sizes = job.group_sizes(stage)
+    sums: dict[tuple[str, str, str], Term] = {}  # by group, kind and purpose
     for term in _terms(job, stage, rank):
         if sizes[term.group] > 1 and term.calls:
             key = term.group, term.kind, term.purpose
@@ -47,11 +48,11 @@ def communication(job: Job, stage: int, rank: int = 0) -> list[Term]:
 
 
 def _terms(job: Job, stage: int, rank: int) -> Iterator[Term]:
-    """Yield a rank's collectives of one training step, those over groups of one rank included."""
+    """Yield a rank's collectives of one training step, also those over groups of one rank, which move nothing."""
     parallel = job.parallel
     chunk_weights = [(chunk, weights(job.model, parallel, chunk)) for chunk in chunks(job.model, parallel, stage)]
     # One rank reads samples and broadcasts them, through host memory (gloo) even if ranks have GPUs. Stages between the
-    # first and the last need samples only for the bounds of documents.
+    # first and the last need samples only for the document ids, by which attention ends at the bounds of documents.
     if stage in (0, job.stages - 1) or job.has_document_ids:
         tokens = job.micro_batch_size * job.model.seq_length
         half_words = (2 if job.has_document_ids else 1) * tokens
@@ -85,21 +86,22 @@ def _terms(job: Job, stage: int, rank: int) -> Iterator[Term]:
 
 def _chunk_terms(job: Job, chunk: Chunk) -> Iterator[Term]:
     """Yield a chunk's collectives for one micro batch, over tensor and context parallel ranks."""
-    if chunk.has_embedding:  # each rank looks up its part of the vocabulary; the parts are summed
-        yield from (*_sum(job), *_gather(job))
+    if chunk.has_embedding:
+        yield from _sum(job)  # forward: a rank looks up only the tokens of its part of the vocabulary
+        yield from _gather(job)  # backward: every rank needs the gradient of all tokens
     for term in (*layer_forward(job), *layer_backward(job)):
         yield term.times(chunk.layers)
     for term in layer_recomputation(job):
         yield term.times(recomputed_layers(job, chunk.layers))
     if not chunk.has_head:
         return
-    yield from _gather(job)
+    yield from _gather(job)  # the loss head's input
     # Three numbers a token are reduced over the shards of the vocabulary: the largest logit, the label's logit, and the
     # sum of exponentials.
     statistics = Term("tp", "all-reduce", "vocabulary cross entropy", job.tokens * LOGIT_STATISTIC_BYTES).times(3)
     if job.kernels.chunked_loss_head:
         # For a chunk of tokens at a time, one call reduces the largest logits, another the two other numbers. Gradients
-        # are computed at once, so the input is not gathered a second time.
+        # are computed in forward, so backward does not gather the input a second time.
         columns = job.model.padded_vocab_size // job.tensor_ranks
         chunk_tokens = job.kernels.loss_chunk_tokens(columns, job.element_bytes, on_cpu=job.on_cpu)
         yield statistics._replace(calls=2 * -(-job.tokens // chunk_tokens))
@@ -117,13 +119,13 @@ def layer_forward(job: Job) -> Iterator[Term]:
 def layer_backward(job: Job) -> Iterator[Term]:
     """Yield the collectives of one layer's backward, without its recomputation.
 
-    Of a gathered input each rank has kept its own part alone. So the input of a column parallel map is gathered again,
-    and its gradient is summed over the ranks; the gradient of a row parallel map's output is gathered.
+    Of a gathered input, a rank keeps only its own part for backward. So backward gathers the input of a column parallel
+    map again, and sums the input's gradient over the ranks. It gathers the gradient of a row parallel map's output.
     """
     yield from (*_gather(job), *_sum(job))  # the layer's first map
     for term in _before_heads(job):
         yield term._replace(kind="reduce-scatter") if term.kind == "all-gather" else term
-    if job.parallel.exchanges_heads or job.gathers_twice:
+    if job.parallel.exchanges_heads or job.gathers_twice:  # the gradient's exchange, or a second gather
         yield from _core_attention(job)
     if not job.parallel.exchanges_heads:
         yield Term("cp", "reduce-scatter", "keys and values", _keys_and_values_bytes(job))
@@ -156,7 +158,7 @@ def _before_heads(job: Job) -> Iterator[Term]:
         # p | g, k wide, is gathered before the activation. Each rank then has all of X_F, so QKV gathers nothing.
         yield Term("tp", "all-gather", PRE_ACTIVATION, job.activation_bytes * model.fan_rows)
     elif model.placement.has_own_values:
-        # A rank computes all values of its part of the sequence, [c / T, b, v], and needs its heads' of all tokens.
+        # A rank computes all values of its part of the sequence, [c / T, b, v], and needs all tokens' of its heads.
         values_bytes = job.activation_bytes // job.tensor_ranks * model.value_size
         yield Term("tp", "all-to-all", "values, from tokens to heads", values_bytes)
     if model.query_groups < job.tensor_ranks:
@@ -190,6 +192,7 @@ def _keys_and_values_bytes(job: Job) -> int:
 
 
 def _mlp(job: Job) -> Iterator[Term]:
+    """Yield the collectives of the MLP's forward."""
     yield from (*_gather(job), *_sum(job, _mlp_output_bytes(job)))
 
 
@@ -200,13 +203,13 @@ def _mlp_output_bytes(job: Job) -> int:
 
 
 def _gather(job: Job, message_bytes: int | None = None) -> Iterator[Term]:
-    """Under sequence parallelism, yield the all-gather of a sharded tensor: [c, b, h] unless its bytes are stated."""
+    """Under sequence parallelism, yield the all-gather of a sharded tensor of `message_bytes` (None: [c, b, h])."""
     if job.parallel.sequence_parallel:
         yield Term("tp", "all-gather", ACTIVATIONS, message_bytes or job.hidden_bytes)
 
 
 def _sum(job: Job, message_bytes: int | None = None) -> Iterator[Term]:
-    """Yield the sum over the ranks of [c, b, h], unless bytes are stated; a reduce-scatter if the sum is sharded."""
+    """Yield the sum of a tensor of `message_bytes` (None: [c, b, h]) over the ranks; sequence parallelism shards it."""
     kind = "reduce-scatter" if job.parallel.sequence_parallel else "all-reduce"
     yield Term("tp", kind, ACTIVATIONS, message_bytes or job.hidden_bytes)
 
@@ -222,7 +225,7 @@ def _pipeline_terms(job: Job, stage: int) -> Iterator[Term]:
     forward = Term(group, "send", "pipeline activations", job.boundary_bytes)
     yield forward.times(sends - micro_batches if stage == job.stages - 1 else sends)  # the last chunk sends nothing
     backward = Term(group, "send", "pipeline gradients", job.boundary_bytes)
-    yield backward.times(sends - micro_batches if stage == 0 else sends)  # neither does the first
+    yield backward.times(sends - micro_batches if stage == 0 else sends)  # the first chunk sends no gradient
 
 
 def _replica_terms(job: Job, stage: int, chunk: Chunk, held: list[Weight]) -> Iterator[Term]:

@@ -27,7 +27,7 @@ class Estimate:
     config: RunConfig
     job: Job
     machine: Machine
-    stages: tuple[RankMemory, ...]  # of a rank of each pipeline stage
+    stages: tuple[RankMemory, ...]  # the memory of one rank of each pipeline stage
     time: StepTime
 
     @property
@@ -37,7 +37,7 @@ class Estimate:
 
     @property
     def reserve_bytes(self) -> int:
-        """Return the bytes held beside allocated tensors, on the heaviest stage."""
+        """Return the bytes that must be free beside the tensors of the heaviest stage."""
         return reserve_bytes(self.job, self.heaviest.total_bytes)
 
     @property
@@ -52,7 +52,7 @@ class Estimate:
 
     @property
     def shortage(self) -> str:
-        """Describe how much memory the heaviest stage needs, and how much there is, if the layout does not fit."""
+        """Return the message that refuses a layout whose heaviest stage needs more memory than there is."""
         return (
             f"a GPU of pipeline stage {self.heaviest.stage} needs {self.needed_bytes / GIB:.1f} GiB, "
             f"{self.reserve_bytes / GIB:.1f} of them reserved, but {self.machine.name} has "
@@ -82,7 +82,7 @@ def resolve_for_machine(config: RunConfig, machine: Machine) -> RunConfig:
 
 def check_formats(config: RunConfig, machine: Machine) -> None:
     """Raise InputError if a machine lacks the number formats or the FP8 recipe of a resolved configuration."""
-    machine.flops_per_second(config.precision.dtype)  # raises if the machine lacks it, as does the call for fp8
+    machine.flops_per_second(config.precision.dtype)  # raises if the machine has no such rate, as the call for fp8 does
     if config.precision.fp8:
         machine.flops_per_second("fp8")
         if config.precision.fp8_recipe == "mxfp8" and not machine.has_mxfp8:
@@ -95,7 +95,7 @@ def check_formats(config: RunConfig, machine: Machine) -> None:
 def problems(config: RunConfig, gpus: int) -> list[str]:
     """Return the rules of `train` that a resolved configuration's layout breaks on `gpus` GPUs, one line each.
 
-    The sections that no layout changes must be valid.
+    The other sections, which no layout changes, must be valid.
     """
     if broken := [*config.parallel.problems(), *config.kernels.problems(), *config.training.problems()]:
         return broken
@@ -107,10 +107,10 @@ def problems(config: RunConfig, gpus: int) -> list[str]:
 
 
 def problems_of_layout(config: RunConfig) -> list[str]:
-    """Return the rules that a layout breaks whatever the batch size; every field must be valid by itself."""
+    """Return the rules that a layout breaks with every batch size; the value of each field must be valid by itself."""
     uses_engine, in_fp32 = config.kernels.transformer_impl == "transformer_engine", config.precision.dtype == "fp32"
-    sections = (config.model, config.parallel, config.kernels)
-    return [*config.problems_of_layout(), *layer_problems(*sections, uses_engine=uses_engine, in_fp32=in_fp32)]
+    of_layers = layer_problems(config.model, config.parallel, config.kernels, uses_engine=uses_engine, in_fp32=in_fp32)
+    return [*config.problems_of_layout(), *of_layers]
 
 
 def job_of(config: RunConfig, gpus: int) -> Job:
@@ -118,9 +118,9 @@ def job_of(config: RunConfig, gpus: int) -> Job:
     replicas = config.parallel.resolve_data_parallel_size(gpus)
     on_cpu = config.runtime.device == "cpu"
     overlap_saves_time = not on_cpu and replicas * config.parallel.context_parallel_size > 1
-    reduces, gathers = config.parallel.resolved_overlaps(is_faster=overlap_saves_time)
+    grad_reduce, param_gather = config.parallel.resolved_overlaps(is_faster=overlap_saves_time)
     layers: Layers = "local" if config.kernels.transformer_impl == "local" else "transformer_engine"
-    parallel = dataclasses.replace(config.parallel, overlap_grad_reduce=reduces, overlap_param_gather=gathers)
+    parallel = dataclasses.replace(config.parallel, overlap_grad_reduce=grad_reduce, overlap_param_gather=param_gather)
     return dataclasses.replace(config, parallel=parallel).job(replicas, layers=layers, on_cpu=on_cpu)
 
 
@@ -133,8 +133,8 @@ def estimate(name: str, config: RunConfig, gpus: int, machine: Machine) -> Estim
 
 def checkpoint_bytes(job: Job) -> int:
     """Return the bytes of a checkpoint's tensors: weights, main weights and the optimizer's states, each once."""
-    whole = Chunk(number=0, layers=job.model.num_layers, has_embedding=True, has_head=True)
-    held = weights(job.model, ParallelConfig(), whole)
-    elements = [weight.elements for weight in held]
-    main = 0 if job.precision.dtype == "fp32" else MAIN_WEIGHT_BYTES
-    return sum(elements) * (job.element_bytes + main) + state_bytes(held, elements, job.optimizer)
+    all_layers = Chunk(number=0, layers=job.model.num_layers, has_embedding=True, has_head=True)
+    model_weights = weights(job.model, ParallelConfig(), all_layers)  # on one rank
+    elements = [weight.elements for weight in model_weights]
+    main = 0 if job.precision.dtype == "fp32" else MAIN_WEIGHT_BYTES  # float32 weights are main weights themselves
+    return sum(elements) * (job.element_bytes + main) + state_bytes(model_weights, elements, job.optimizer)

@@ -15,10 +15,10 @@ from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.model.placements import HEAD_NORMS
 from megatron_fanformer.runtime.layout import ParallelConfig
 
-WEIGHT_START = 64  # elements; with the distributed optimizer a weight starts at a multiple of it
-BUCKET_END = 128  # elements; and a bucket ends at a multiple of this and of the ranks that share the state
-LEAST_BUCKET = 40_000_000  # elements; the default bucket size has at least so many,
-BUCKET_PER_REPLICA = 1_000_000  # and so many for each replica
+WEIGHT_START = 64  # elements: with the distributed optimizer, every weight starts at a multiple of this number,
+BUCKET_END = 128  # and every bucket ends at a multiple of this one and of the ranks that share the state
+LEAST_BUCKET = 40_000_000  # elements: the default bucket size is at least this number,
+BUCKET_PER_REPLICA = 1_000_000  # or this one times the replicas, if that is more
 
 EMBEDDING = "word_embeddings"  # part of an embedding's name; stands for the names of both copies of a tied one
 
@@ -40,11 +40,11 @@ class OptimizerStates(Protocol):
 class Weight(NamedTuple):
     """One parameter of one rank."""
 
-    name: str  # in Megatron, without the number of its layer
-    elements: int
+    name: str  # Megatron's, without the layer's number
+    elements: int  # on this rank
+    # Whether each tensor parallel rank has the whole weight, but computes a gradient from its part of the sequence, or
+    # from its heads, alone, so that the weight's gradient is the sum over the ranks.
     is_partial: bool = False
-    """True if each tensor parallel rank has the whole weight, and computes the gradient of its part of the sequence, or
-    of its heads, alone: the sum over the ranks is the weight's gradient."""
     is_shared: bool = False  # one of two copies of a tied embedding, on the first and the last stage
 
     @property
@@ -72,7 +72,7 @@ def chunks(model: FANformerConfig, parallel: ParallelConfig, stage: int) -> list
     segments = parallel.segments(model.num_layers)
     if segments is None:
         raise ValueError(f"{model.num_layers} layers do not divide over the chunks; see model.layout_rules")
-    last = parallel.virtual_stages - 1, parallel.pipeline_model_parallel_size - 1
+    last = parallel.virtual_stages - 1, parallel.pipeline_model_parallel_size - 1  # chunk number and stage
     return [
         Chunk(
             number=number,
@@ -86,16 +86,16 @@ def chunks(model: FANformerConfig, parallel: ParallelConfig, stage: int) -> list
 
 def weights(model: FANformerConfig, parallel: ParallelConfig, chunk: Chunk) -> list[Weight]:
     """Return the weights of a chunk on one tensor parallel rank, in the order of Megatron's local modules."""
-    matrix_elements = model.padded_vocab_size // parallel.tensor_model_parallel_size * model.hidden_size
+    vocabulary_elements = model.padded_vocab_size // parallel.tensor_model_parallel_size * model.hidden_size
     is_tied = not model.untie_embeddings_and_output_weights
     has_two_copies = is_tied and parallel.pipeline_model_parallel_size > 1
     held = [*layer_weights(model, parallel)] * chunk.layers
     if chunk.has_embedding:
-        held.insert(0, Weight("embedding.word_embeddings.weight", matrix_elements, is_shared=has_two_copies))
+        held.insert(0, Weight("embedding.word_embeddings.weight", vocabulary_elements, is_shared=has_two_copies))
     if chunk.has_head:
         held.append(Weight("decoder.final_layernorm.weight", model.hidden_size, is_partial=parallel.sequence_parallel))
         if not is_tied or has_two_copies:
-            held.append(Weight("output_layer.weight", matrix_elements, is_shared=has_two_copies))
+            held.append(Weight("output_layer.weight", vocabulary_elements, is_shared=has_two_copies))
     return held
 
 
@@ -106,19 +106,19 @@ def layer_weights(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[
     (rows, columns), (rows_2, columns_2) = model.ffn_maps
     has_whole_fan = parallel.fan_form == "sequence"
     fan_rows = model.fan_rows // (1 if has_whole_fan else ranks)
-    fan = [Weight("self_attention.fan.linear.weight", fan_rows * h, has_whole_fan)]
-    fan += [Weight("self_attention.fan.linear.bias", fan_rows, has_whole_fan)] if model.fan.bias else []
-    qkv = Weight(
-        f"self_attention.linear_{'qk' if placement.has_own_values else 'qkv'}.weight", model.qkv_rows // ranks * h
-    )
+    fan: list[Weight] = []
+    if model.has_fan:
+        fan.append(Weight("self_attention.fan.linear.weight", fan_rows * h, has_whole_fan))
+        if model.fan.bias:
+            fan.append(Weight("self_attention.fan.linear.bias", fan_rows, has_whole_fan))
+    qkv_name = "self_attention.linear_qk.weight" if placement.has_own_values else "self_attention.linear_qkv.weight"
+    qkv = Weight(qkv_name, model.qkv_rows // ranks * h)
     head_norms = [Weight(norm.name, model.kv_channels, is_partial=True) for norm in HEAD_NORMS if norm.exists_in(model)]
     has_biases = placement.has_fan_mlp and model.fan.bias
     yield Weight("input_layernorm.weight", h, is_partial)
     yield Weight("self_attention.linear_proj.weight", model.num_attention_heads // ranks * model.kv_channels * h)
-    if placement.has_own_values:  # the attention of this placement has the FAN map before QKV
-        yield from (*fan, qkv, *head_norms)
-    else:
-        yield from (qkv, *head_norms, *(fan if model.has_fan else ()))
+    # The attention module whose values are a FAN output has its FAN map before QKV, the others behind the head norms.
+    yield from [*fan, qkv, *head_norms] if placement.has_own_values else [qkv, *head_norms, *fan]
     yield Weight("pre_mlp_layernorm.weight", h, is_partial)
     yield Weight("mlp.linear_fc1.weight", rows // ranks * columns)
     if has_biases:
@@ -129,7 +129,7 @@ def layer_weights(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[
 
 
 class GradientBuffer(NamedTuple):
-    """The gradients of a chunk, last weight first, in elements."""
+    """The positions of a chunk's gradients in their buffer, in elements; the last weight is first."""
 
     starts: list[int]  # of each weight
     elements: list[int]  # of each weight
@@ -164,14 +164,14 @@ def state_bytes(held: Sequence[Weight], elements: Sequence[int], optimizer: Opti
 
 
 def first_stage_weights(model: FANformerConfig, parallel: ParallelConfig, layers: int) -> list[Weight]:
-    """Return the weights of a rank of the first stage, if that has `layers` layers."""
+    """Return the weights of a rank of the first stage, for `layers` layers in one chunk."""
     is_alone = parallel.pipeline_model_parallel_size == 1
     return weights(model, parallel, Chunk(number=0, layers=layers, has_embedding=True, has_head=is_alone))
 
 
 def first_stage_buckets(model: FANformerConfig, parallel: ParallelConfig, data_parallel_size: int, layers: int) -> int:
-    """Return the number of gradient buckets of a rank of the first stage, if that has `layers` layers."""
-    held = first_stage_weights(model, parallel, -(-layers // parallel.virtual_stages))  # of its first chunk
+    """Return the number of gradient buckets of a rank of the first stage, for `layers` layers in all its chunks."""
+    held = first_stage_weights(model, parallel, -(-layers // parallel.virtual_stages))  # of the first chunk
     buffer = gradient_buffer(held, parallel, data_parallel_size, is_limited=bool(parallel.overlap_grad_reduce))
     return len(buffer.buckets) + parallel.virtual_stages - 1  # each chunk after the first is one bucket
 
@@ -181,8 +181,8 @@ def gradient_buffer(
 ) -> GradientBuffer:
     """Return the layout of a chunk's gradients in their buffer.
 
-    The distributed optimizer pads each bucket, which then divides over the ranks that share the state, and gives a
-    shared embedding a separate bucket, so that both copies are sharded alike. Other optimizers need neither.
+    The distributed optimizer pads each bucket, so that it divides over the ranks that share the state, and gives a
+    shared embedding a bucket of its own, so that both copies are sharded alike. Other optimizers need neither.
 
     Args:
         is_limited: whether the size of buckets is limited (`limits_buckets`); if not, the chunk is one bucket.
@@ -212,7 +212,8 @@ def gradient_buffer(
 def limits_buckets(parallel: ParallelConfig, stage: int, chunk: Chunk) -> bool:
     """Return whether a chunk's buckets are limited in size: with overlap, those of the model's first chunk alone.
 
-    Backward ends in that chunk. All gradients of another chunk are sent at once, beside the rest of backward.
+    Backward ends in that chunk, so only its own backward can hide its communication. The gradients of any other chunk
+    are sent all at once, while the backward of earlier chunks still runs.
     """
     return bool(parallel.overlap_grad_reduce) and stage == 0 and chunk.number == 0
 

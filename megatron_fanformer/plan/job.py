@@ -26,10 +26,10 @@ class Job:
     kernels: KernelsConfig
     precision: PrecisionConfig  # `dtype` is fp32 or bf16, not auto
     optimizer: OptimizerStates
-    data_parallel_size: int  # replicas, each of which context parallelism may spread further
+    data_parallel_size: int  # replicas; context parallelism may spread the samples of each over further ranks
     micro_batch_size: int  # samples per micro batch
     num_micro_batches: int  # of one replica per step
-    layers: Layers  # their implementation: Transformer Engine's, or Megatron's and ours
+    layers: Layers  # the layers' implementation: Transformer Engine's, or the local one, Megatron's and ours
     has_document_ids: bool = False  # whether every stage reads the samples' document ids: `data.reset_attention_mask`
     on_cpu: bool = False
 
@@ -154,7 +154,7 @@ class Job:
 
 
 def forward_flops_per_token(config: FANformerConfig, seq_length: int | None = None) -> int:
-    """Return the FLOPs of one token's forward pass, at the mean context of a sample of `seq_length` tokens."""
+    """Return the FLOPs of one token's forward pass: the mean of a sample of `seq_length` (None: the model's) tokens."""
     h, heads_width = config.hidden_size, config.num_attention_heads * config.kv_channels
     mlp = sum(rows * columns for rows, columns in config.ffn_maps)
     scores_and_context = 2 * heads_width * (seq_length or config.seq_length) // 2

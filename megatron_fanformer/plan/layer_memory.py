@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from megatron_fanformer.plan.job import Job
 
-FLOAT = 4  # statistics, and other tensors in float32
+FLOAT = 4  # bytes of a number in float32, in which norms and softmax keep their statistics
 FP8_BLOCK = 32  # numbers for each byte of scales: mxfp8 has a byte for 32 numbers, blockwise four bytes for 128
-ID_BYTES = 8
+ID_BYTES = 8  # one int64
 
 
 class Rise(NamedTuple):
@@ -32,7 +32,7 @@ class LayerShapes:
         model, parallel = job.model, job.parallel
         self.job, self.is_engine = job, job.layers == "transformer_engine"
         self.element, self.tensor, self.tokens = job.element_bytes, job.tensor_ranks, job.tokens  # `element` in bytes
-        self.is_sharded = parallel.sequence_parallel
+        self.is_sharded = parallel.sequence_parallel  # whether tensor parallel ranks share the stream's tokens
         self.part_tokens = job.tokens // self.tensor if self.is_sharded else job.tokens
         self.hidden, self.inner = model.hidden_size, model.ffn_hidden_size // self.tensor
         # If there are fewer query groups than ranks, each rank has one group, and some of that group's heads.
@@ -43,8 +43,8 @@ class LayerShapes:
         self.is_column = parallel.fan_form == "column"
         self.fan_rows = model.fan_rows // self.tensor if self.is_column else model.fan_rows
         self.columns = model.padded_vocab_size // self.tensor  # of the logits
-        # If products add weight gradients, the Engine gives autograd one dummy for all weights of a shape; the local
-        # layers give a dummy of the gradient's size for each weight.
+        # Whether a weight gradient needs no memory here: the product adds it to the float32 sum, and autograd gets a
+        # dummy, which the Engine has once for all weights of a shape. The local layers have a dummy for each weight.
         self.is_fused = self.is_engine and bool(job.kernels.gradient_accumulation_fusion)
         self.is_fp8 = self.is_engine and job.precision.fp8 is not None
         self.stream = self.part(self.hidden)  # bytes of the residual stream, or of its gradient
@@ -61,7 +61,7 @@ class LayerShapes:
         return self.part_tokens * width * self.element
 
     def fan_bytes(self, width: int) -> int:
-        """Return the bytes of FAN's outputs: of all tokens in the `column` form, else of this rank's tokens."""
+        """Return the bytes of a FAN output `width` wide: of all tokens in the `column` form, else of this rank's."""
         return self.whole(width) if self.is_column else self.part(width)
 
     def gelu_input_width(self, width: int, p_ratio: float) -> int:
@@ -83,7 +83,7 @@ class LayerShapes:
         return self.fp8_bytes(tokens, width) if is_fp8 else tokens * width * self.element
 
     def delayed_copy(self, tokens: int, width: int) -> int:
-        """Return the bytes of the 8-bit copy that the recipe `delayed` makes of an input that is kept in any case."""
+        """Return the bytes of the 8-bit copy that the recipe `delayed` keeps beside an input; 0 with other recipes."""
         has_copy = self.is_fp8 and self.job.precision.fp8_recipe == "delayed"
         return self.fp8_bytes(tokens, width) if has_copy else 0
 
@@ -138,13 +138,13 @@ def core_attention(shapes: LayerShapes) -> Rise:
         gradients += 2 * ranks * keys_and_values + keys_and_values * (2 * ranks + 1) // 2
     if job.parallel.exchanges_heads:
         copies += context  # of this rank's heads; the map after the exchange keeps the context of this rank's tokens
-    if job.parallel.recomputes("core_attn"):  # which makes the copies, `kept` and the context again
+    if job.parallel.recomputes("core_attn"):  # backward makes the copies, `kept` and the context again
         return Rise(inputs, shapes.stream + gradients + copies + kept + context)
     return Rise(kept_inputs + copies + kept, shapes.stream + gradients)
 
 
 def _attention_inputs(shapes: LayerShapes) -> tuple[int, int, int]:
-    """Return the bytes of attention's inputs, of the inputs that it keeps, and of copies that it keeps beside these."""
+    """Return the bytes of core attention's inputs, of those inputs that it keeps, and of copies that it also keeps."""
     job, queries, keys = shapes.job, shapes.whole(shapes.queries), shapes.whole(shapes.values)
     values, is_view = _kept_values(shapes)
     inputs = queries + keys + values
@@ -163,16 +163,16 @@ def _attention_inputs(shapes: LayerShapes) -> tuple[int, int, int]:
 
 
 def _kept_values(shapes: LayerShapes) -> tuple[int, bool]:
-    """Return the bytes of the tensor that holds the values (0 if FAN keeps it), and whether the values are a view."""
-    if shapes.job.parallel.exchanges_heads:  # queries, keys and values of the exchange are one tensor
+    """Return the bytes of the tensor that holds the values (0 if FAN keeps it), and whether they are a view of it."""
+    if shapes.job.parallel.exchanges_heads:  # the exchange returns queries, keys and values in one tensor
         return shapes.whole(shapes.queries + 2 * shapes.values), True
     if not shapes.job.model.placement.has_own_values:
         # The tensor is QKV's output. With fewer query groups than ranks, it is gathered from all ranks.
-        outputs = shapes.tensor if shapes.job.model.query_groups < shapes.tensor else 1
-        return outputs * shapes.whole(shapes.qkv), True
+        gathered_ranks = shapes.tensor if shapes.job.model.query_groups < shapes.tensor else 1
+        return gathered_ranks * shapes.whole(shapes.qkv), True
     if shapes.job.parallel.recomputes("fan") or not shapes.is_column:
         return shapes.whole(shapes.values), False
-    return 0, shapes.tensor > 1  # FAN has the values of all heads on every rank; the rank's own are a view of them
+    return 0, shapes.tensor > 1  # every rank has FAN's values of all heads, and uses a view of those of its heads
 
 
 def _mlp(shapes: LayerShapes) -> Rise:
@@ -193,9 +193,10 @@ def _mlp(shapes: LayerShapes) -> Rise:
     recomputed = saved_by_all - kept
     if parallel.recomputes("mlp") and not has_fan_mlp:
         recomputed += shapes.stream  # the MLP's output, which a FAN MLP has among `saved`, since its backward reads it
-    # The norm's backward, once `kept` is freed: gradients of input and output, or on a CPU one and float32 copies.
-    on_cpu = shapes.job.on_cpu and not shapes.is_engine
-    number_bytes = (shapes.element + (3 if shapes.element < FLOAT else 2) * FLOAT) if on_cpu else 2 * shapes.element
+    # The norm's backward, once `kept` is freed, holds gradients of input and output; on a CPU one and float32 copies.
+    number_bytes = 2 * shapes.element
+    if shapes.job.on_cpu and not shapes.is_engine:
+        number_bytes = shapes.element + (3 if shapes.element < FLOAT else 2) * FLOAT
     norm_backward = shapes.stream + shapes.part_tokens * shapes.hidden * number_bytes
     return Rise(norm_saved + kept, max(recomputed + working, norm_backward - kept))
 
@@ -204,7 +205,7 @@ def _swiglu_mlp(shapes: LayerShapes) -> Iterator[Rise]:
     """Yield the memory of the first map, of SwiGLU, and of the second map."""
     stream, inner = shapes.stream, shapes.inner
     yield _first_map(shapes, 2 * inner)
-    yield Rise(saved=shapes.whole(2 * inner), backward=stream + shapes.whole(3 * inner))  # of gate, up and the output
+    yield Rise(saved=shapes.whole(2 * inner), backward=stream + shapes.whole(3 * inner))  # gate, up, output
     output_gradient_copies = 2 * shapes.fp8_bytes(shapes.tokens, shapes.hidden) if shapes.is_fp8 else 0
     gradients = shapes.gathered + shapes.whole(inner) + shapes.weight_gradient(shapes.hidden, inner)
     second_map_input = shapes.kept_input(shapes.tokens, inner, is_fp8=shapes.is_fp8)
@@ -212,9 +213,9 @@ def _swiglu_mlp(shapes: LayerShapes) -> Iterator[Rise]:
 
 
 def _fan_mlp(shapes: LayerShapes) -> Iterator[Rise]:
-    """Yield the memory of two FAN layers: of the first map, its features, the second map, and its features.
+    """Yield the memory of two FAN layers: of the first map, the first features, the second map, the second features.
 
-    A FAN layer keeps its features, which the second map reads, and g if a GELU reads g.
+    A FAN layer keeps its features, which the next operation reads, and g if a GELU reads g.
     """
     stream, inner, hidden = shapes.stream, shapes.inner, shapes.hidden
     (rows, _), (rows_2, _) = shapes.job.model.ffn_maps

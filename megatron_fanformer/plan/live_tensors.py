@@ -17,12 +17,11 @@ class MemoryTracker(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.held_bytes = 0
-        """Bytes of the storages that are alive."""
-        self.peak_bytes = 0
-        """The largest value of `held_bytes` so far."""
-        self._sizes: dict[int, int] = {}  # by the storage's address in C++
-        self._references: dict[int, Any] = {}  # weak ones, also by address: each calls `_forget` if it is held itself
+        self.held_bytes = 0  # of all storages that are alive
+        self.peak_bytes = 0  # the largest `held_bytes` so far
+        self._sizes: dict[int, int] = {}  # bytes by the storage's address in C++
+        # Weak references by that address, which call `_forget` once the storage is freed; dropped, they would not.
+        self._references: dict[int, Any] = {}
 
     def __enter__(self) -> Any:
         self._resize = resize = torch.UntypedStorage.resize_

@@ -15,10 +15,9 @@ from megatron_fanformer.configuration import build, read_plain_values
 from megatron_fanformer.errors import InputError
 
 KNOWN_MACHINES = Path(__file__).with_name("machines.yaml")
-LIKE = "like"
+LIKE = "like"  # the key of a file that names the known machine whose figures hold where the file has none
 LINKS = ("domain", "network")
-DRIVERS_SHARE = 0.01
-"""Share of a chip's memory that CUDA does not give to programs: an assumption."""
+DRIVERS_SHARE = 0.01  # the share of a chip's memory that CUDA does not give to programs: an assumption
 MEASURED = "machine"  # the key under which a report of tools/bench_train.py has its machine
 MAY_BE_ZERO = ("_seconds", "overlap", "relative_error")  # endings of fields' names
 SHARES = ("efficiency", "overlap")
@@ -28,10 +27,8 @@ SHARES = ("efficiency", "overlap")
 class Link:
     """A link from one chip to others."""
 
-    bytes_per_second: float
-    """Of one chip in one direction, by the data sheet."""
-    efficiency: float
-    """Share of that rate that collectives reach."""
+    bytes_per_second: float  # of one chip in one direction, by the data sheet
+    efficiency: float  # the share of that rate that collectives reach
 
     @property
     def rate(self) -> float:
@@ -44,46 +41,31 @@ class Machine:
     """One chip of many equal ones, and how they are connected; rates are those of data sheets."""
 
     name: str
-    memory_bytes: int
-    """Memory of one chip, as its driver reports it; programs get `usable_bytes`."""
+    memory_bytes: int  # of one chip, as its driver reports it; programs get `usable_bytes`
+    # FLOP/s of dense matrix products in each number format; null: the chip has no such products, or nobody knows.
     fp32_flops_per_second: float | None = None
-    """FLOP/s of dense matrix products in fp32; null: not known, or none."""
     bf16_flops_per_second: float | None = None
     fp8_flops_per_second: float | None = None
-    has_mxfp8: bool = False
-    """True if its FP8 scales blocks of 32 numbers in hardware, which the recipe mxfp8 needs (Blackwell)."""
-    product_efficiency: float
-    """Share of the rate that large matrix products reach."""
+    has_mxfp8: bool = False  # whether FP8 hardware scales blocks of 32 numbers, as the recipe mxfp8 needs (Blackwell)
+    product_efficiency: float  # the share of the fp32 or bf16 rate that large matrix products reach
     fp8_product_efficiency: float = 1.0
-    attention_efficiency: float
-    """Share of the rate in the activations' format that flash attention's kernels reach."""
+    attention_efficiency: float  # the share of the rate in the activations' format that flash attention's kernels reach
     memory_bytes_per_second: float
-    memory_efficiency: float
-    """Share of that bandwidth that element-wise kernels reach."""
-    layer_seconds: float
-    """Host time per layer and micro batch, forward and backward: its Python, autograd and launches."""
-    step_seconds: float
-    """Host time per step, between the last kernel of one step and the first of the next."""
-    collective_seconds: float
-    """Time to start a collective, whatever its size."""
-    domain_size: int
-    """Chips that `domain` connects, usually those of a node."""
-    domain: Link
-    """The link within a domain: NVLink."""
-    network: Link
-    """The link between domains; its rate is that of one chip's own adapter."""
-    overlap: float
-    """Share of a communication that is hidden beside computation: both slow each other."""
+    memory_efficiency: float  # the share of that bandwidth that element-wise kernels reach
+    layer_seconds: float  # host time per layer and micro batch, forward and backward: Python, autograd and launches
+    step_seconds: float  # host time per step, between the last kernel of one step and the first of the next
+    collective_seconds: float  # time to start a collective, whatever its size
+    domain_size: int  # chips that `domain` connects, usually those of a node
+    domain: Link  # the link within a domain: NVLink
+    network: Link  # the link between domains; its rate is that of one chip's own adapter
+    overlap: float  # share of a communication that computation hides; less than 1, since both slow each other
+    # Relative error of a step's time: nine of ten published runs of each source are within it, predicted without any
+    # run of that source; 0 if no run was compared.
     relative_error: float
-    """Relative error of a step's time: nine of ten published runs of each source are within it, predicted without any
-    run of that source; 0 without a comparison."""
-    fp8_relative_error: float | None = None
-    """The same of steps in FP8; null: as `relative_error`."""
+    fp8_relative_error: float | None = None  # the error of steps in FP8; null: `relative_error`
     fp32_relative_error: float | None = None
-    sources: list[str]
-    """Sources of the figures, one a line."""
-    devices: list[str] = field(default_factory=list)
-    """Torch's names of such a chip, where they identify it."""
+    sources: list[str]  # the sources of the figures, one a line
+    devices: list[str] = field(default_factory=list)  # torch's names of such a chip, where they identify the chip
 
     @property
     def memory_rate(self) -> float:
@@ -96,12 +78,12 @@ class Machine:
         return int((1 - DRIVERS_SHARE) * self.memory_bytes)
 
     def error_in(self, dtype: str) -> float:
-        """Return the relative error of a step's time, 0 if it is not known; `dtype` is fp32, bf16 or fp8."""
+        """Return the relative error of a step's time in fp32, bf16 or fp8; 0 if no run was compared."""
         error = {"fp32": self.fp32_relative_error, "fp8": self.fp8_relative_error}.get(dtype)
         return self.relative_error if error is None else error
 
     def flops_per_second(self, dtype: str) -> float:
-        """Return the data sheet's rate of dense products in fp32, bf16 or fp8; InputError if it has none."""
+        """Return the FLOP/s of dense products in fp32, bf16 or fp8; raise InputError if the machine states none."""
         if (rate := getattr(self, f"{dtype}_flops_per_second")) is None:
             raise InputError(
                 f"the rate of matrix products in {dtype} is not known of {self.name}; change "
@@ -133,12 +115,12 @@ def _known_values() -> dict[str, dict[str, Any]]:
 
 
 def machine_of_device(name: str) -> Machine | None:
-    """Return the known machine whose chip torch calls `name`; None if there is none."""
+    """Return the known machine whose chip torch calls `name`; None if no known machine has that chip."""
     return next((machine for machine in known_machines().values() if name in machine.devices), None)
 
 
 def load_machine(name_or_file: str) -> Machine:
-    """Return a known machine by its name, or the one that a YAML or JSON file describes.
+    """Return the known machine of this name, or the machine that this YAML or JSON file describes.
 
     A file has the fields of `Machine`, or `like: NAME` and the fields that differ from those of the known machine NAME.
 
@@ -165,7 +147,7 @@ def load_machine(name_or_file: str) -> Machine:
 
 
 def build_machine(values: Mapping[str, Any], source: str) -> Machine:
-    """Build a machine from plain values; fields that they, or their links, lack are those of the machine in `like`.
+    """Build a machine from plain values. `like: NAME` among them supplies the fields, also of links, that they lack.
 
     Raises InputError if the values describe no machine; every line of the message begins with `source`.
     """

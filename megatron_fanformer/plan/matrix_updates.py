@@ -65,7 +65,8 @@ def newton_schulz_flops(rows: int, columns: int) -> int:
 
 def owners(flops: Sequence[int], ranks: int) -> list[int]:
     """Return the owner of each matrix: from the most FLOPs down, each goes to the rank with the fewest FLOPs so far."""
-    loads, owner = [(0, rank) for rank in range(ranks)], [0] * len(flops)
+    loads = [(0, rank) for rank in range(ranks)]  # a heap of the ranks' FLOPs so far
+    owner = [0] * len(flops)
     for matrix in sorted(range(len(flops)), key=lambda matrix: (-flops[matrix], matrix)):
         load, owner[matrix] = loads[0]
         heapq.heapreplace(loads, (load + flops[matrix], owner[matrix]))
@@ -92,7 +93,7 @@ class MatrixUpdates:
         self._job, self._stage, self._tensor = job, stage, job.tensor_ranks
         self.dtype = "fp32" if job.on_cpu else "bf16"  # of the products, and of the exchanged parts
         self._element_bytes = ELEMENT_BYTES[self.dtype]
-        self._replicas = job.state_ranks  # those that share the work
+        self._replicas = job.state_ranks  # the replicas that share the work
         self._ranks = self._tensor * self._replicas
         self._group = "tp" if self._replicas == 1 else "tp_dp_cp"
         self._matrix_of = {
@@ -110,7 +111,7 @@ class MatrixUpdates:
 
     @property
     def busiest_flops(self) -> int:
-        """Return the FLOPs of the rank with the most work."""
+        """Return the FLOPs of the matrices of the rank that has the most."""
         loads = Counter[int]()
         for flops, rank in zip(self._flops, self._owner, strict=True):
             loads[rank] += flops
@@ -126,7 +127,7 @@ class MatrixUpdates:
         tensor, replica = rank % self._tensor, rank // self._tensor
         sent = returned = 0
         for matrix, elements, owner in zip(self.matrices, self._pieces(replica), self._owner, strict=True):
-            if tensor == 0 or not matrix.is_replicated:  # of equal copies the first rank sends its own
+            if tensor == 0 or not matrix.is_replicated:  # the first rank alone sends a gradient that all ranks have
                 sent += elements
             if owner == rank:
                 returned += matrix.rows * matrix.columns * (self._tensor if matrix.is_replicated else 1)
@@ -138,14 +139,15 @@ class MatrixUpdates:
         """Return the most bytes that the first rank needs in a round, beside the optimizer's states: for its parts of
         the round's gradients, for copies of the matrix that it owns, and for two products of that matrix with itself.
         """
-        pieces, most = list(self._pieces(0)), 0
+        pieces = list(self._pieces(0))  # elements by the matrix's number
+        copies = 2 if self._ranks == 1 else 3  # before and after a Newton-Schulz step; as other ranks sent the matrix
+        most = 0
         for numbers in rounds(self._owner):
-            held = MAIN_BYTES * sum(pieces[number] for number in numbers)
+            round_bytes = MAIN_BYTES * sum(pieces[number] for number in numbers)
             for matrix in (self.matrices[number] for number in numbers if self._owner[number] == 0):
-                copies = 2 if self._ranks == 1 else 3  # before and after a Newton-Schulz step; as other ranks sent it
                 short = max(min(rows, matrix.columns) for rows in matrix.part_rows)
-                held += self._element_bytes * (copies * matrix.rows * matrix.columns + 2 * short * short)
-            most = max(most, held)
+                round_bytes += self._element_bytes * (copies * matrix.rows * matrix.columns + 2 * short * short)
+            most = max(most, round_bytes)
         return most
 
     def _pieces(self, replica: int) -> Iterator[int]:
@@ -164,7 +166,8 @@ def _matrix(model: FANformerConfig, weight: Weight, tensor: int) -> Matrix:
     """Return the matrix of which `weight` is the part of one of `tensor` tensor parallel ranks."""
     tensor_of_layer = model.placement.tensor(weight.name)
     *_, columns = (size.value(model) for size in tensor_of_layer.shape)
-    rows = weight.elements * (1 if weight.is_partial else tensor) // columns  # not `shape`'s: it may hold two FAN maps
+    # The weight may hold the rows of two FAN maps, of X_F and of the values, where `shape` has those of one.
+    rows = weight.elements * (1 if weight.is_partial else tensor) // columns
     heads_of_group = model.num_attention_heads // model.query_groups
     group_rows = tensor_of_layer.rows_of_group(heads_of_group, model.kv_channels)
     part_rows = tuple(model.query_groups * part for part in group_rows) or (rows,)  # Q, K and V apart

@@ -35,20 +35,18 @@ from megatron_fanformer.plan.layer_memory import (
 )
 from megatron_fanformer.plan.matrix_updates import MatrixUpdates
 
-MAIN_WEIGHT_BYTES = 4
+MAIN_WEIGHT_BYTES = 4  # one float32
 FP8_COPIES = 2  # of a weight: as it is, and transposed, which Hopper's products need
 SAMPLE_BYTES = 3 * ID_BYTES + FLOAT  # a token's id, label and position, and its weight in the loss
 
+# Tensors (inputs and gradients from other stages) that the interleaved schedule holds beside those of the chunks in
+# flight, while forward and backward take turns: one to five were seen.
 PREFETCHED = 3
-"""Inputs and gradients that the interleaved schedule holds beside those of chunks in flight, while forward and backward
-take turns: one to five were seen."""
-
+# Reserved by torch's allocator beyond the allocated bytes: SimuMax v1.2 measured 2 to 4 GiB on B200.
 ALLOCATOR_BYTES = 4 * 2**30
-"""Reserved by torch's allocator beyond the allocated bytes: SimuMax v1.2 measured 2 to 4 GiB on B200."""
+# The CUDA context and NCCL's buffers, which torch's allocator does not count: an assumption, not a measurement.
 CONTEXT_BYTES = 2 * 2**30
-"""The CUDA context and NCCL's buffers, which torch's allocator does not know: an assumption, not a measurement."""
-TENSORS_ERROR = 0.022
-"""Largest relative error for the tensors of published runs (docs/planning.md)."""
+TENSORS_ERROR = 0.022  # largest relative error for the tensors of published runs (docs/planning.md)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +54,7 @@ class RankMemory:
     """The tensors of a rank at the peak of a step."""
 
     stage: int
-    moment: str  # the rank's work at the peak
+    moment: str  # the work that the rank does at the peak
     lines: dict[str, int]  # bytes by purpose
 
     @property
@@ -94,11 +92,9 @@ def rank_memory(job: Job, stage: int) -> RankMemory:
 
 
 def reserve_bytes(job: Job, tensor_bytes: int) -> int:
-    """Return the bytes that must be free beside tensors: for the allocator, communicators and the CUDA context; 0 on a
-    CPU.
+    """Return the bytes that a GPU must have beside the tensors, for the allocator, communicators and the CUDA context.
 
-    Args:
-        tensor_bytes: bytes of a rank's tensors by formula; the reserve covers the formula's error, too.
+    They are 0 on a CPU. They also cover the formula's error, a share of the predicted `tensor_bytes`.
     """
     return 0 if job.on_cpu else ALLOCATOR_BYTES + CONTEXT_BYTES + round(TENSORS_ERROR * tensor_bytes)
 
@@ -148,11 +144,11 @@ def _buffers(shapes: LayerShapes, stage: int, held: list[Chunk]) -> dict[str, in
         lines["Transformer Engine's dummy weight gradients"] = _dummy_gradients(shapes, held)
     elif shapes.is_sharded:
         lines["buffer of the sequence's gather"] = shapes.gathered
-    alternates = _passes_ahead(job, stage) + 1 < len(held) * job.num_micro_batches  # the last forward comes later
+    alternates = _passes_ahead(job, stage) + 1 < len(held) * job.num_micro_batches  # forward goes on after a backward
     if job.parallel.virtual_stages > 1 and alternates:
         lines["pipeline receive buffers"] = PREFETCHED * shapes.stream
-    samples, angles = job.micro_batch_size * SAMPLE_BYTES, len(held) * job.model.kv_channels * FLOAT  # of a position
-    lines["samples and rotary angles"] = job.model.seq_length * (samples + angles)
+    position_bytes = job.micro_batch_size * SAMPLE_BYTES + len(held) * job.model.kv_channels * FLOAT  # angles by chunk
+    lines["samples and rotary angles"] = job.model.seq_length * position_bytes
     return lines
 
 
@@ -177,11 +173,11 @@ def _snapshots(shapes: LayerShapes, stage: int, held: list[Chunk]) -> Iterator[M
     job, layer = shapes.job, layer_memory(shapes.job)
     rises = [_chunk_rise(shapes, layer, chunk.layers) for chunk in held]
     # The forward passes whose activations are held when the first backward begins. The interleaved schedule runs as
-    # many micro batches through one chunk, before the next, as there are stages.
+    # many micro batches through one chunk, before it goes on to the next chunk, as there are stages.
     passes = min(_passes_ahead(job, stage) + 1, len(held) * job.num_micro_batches)
-    chunk_passes = Counter(number // job.stages % len(held) for number in range(passes))  # of each chunk
-    kept = sum(count * rises[chunk].saved for chunk, count in chunk_passes.items())
-    # 1F1B keeps the last input gradient that it sent back and, in the loss head, the input that belongs to it, too.
+    passes_by_chunk = Counter(number // job.stages % len(held) for number in range(passes))
+    kept = sum(count * rises[chunk].saved for chunk, count in passes_by_chunk.items())
+    # 1F1B keeps the last input gradient that it sent back and, in the loss head, that gradient's input, too.
     sent = shapes.stream if stage > 0 and len(held) == 1 else 0
     for chunk, rise in zip(held, rises, strict=True):
         yield MemorySnapshot("backward of a layer", kept, rise.backward + sent)
@@ -190,11 +186,11 @@ def _snapshots(shapes: LayerShapes, stage: int, held: list[Chunk]) -> Iterator[M
             yield MemorySnapshot("loss head", kept + head.saved, head.backward + 2 * sent)
         if chunk.has_embedding:
             gradient = embedding_backward(shapes, has_head=chunk.has_head)
-            yield MemorySnapshot("gradient of the embedding", kept - rise.saved, gradient)  # its layers went first
+            yield MemorySnapshot("gradient of the embedding", kept - rise.saved, gradient)  # layers have freed theirs
 
 
 def _update(job: Job, stage: int, chunk_weights: list[_ChunkWeights]) -> MemorySnapshot:
-    """Return the memory of the update: float32 copies of narrower gradients, and what Muon needs for its matrices."""
+    """Return the memory of the update: float32 copies of narrower gradients, and Muon's working memory."""
     updated = sum(sum(chunk.updated) for chunk in chunk_weights)
     gradient_copies = FLOAT * updated if job.gradient_bytes < FLOAT else 0
     matrices = MatrixUpdates(job, stage).working_bytes()

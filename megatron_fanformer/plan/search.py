@@ -33,7 +33,7 @@ FEW_BUCKETS, MANY_BUCKETS, MILLION = 4, 8, 10**6
 NOT_RECOMPUTED: dict[str, Any] = dict.fromkeys(("recompute_granularity", "recompute_method", "recompute_num_layers"))
 LAYER_BY_LAYER: dict[str, Any] = {"recompute_method": "uniform", "recompute_num_layers": 1}
 MOST_SHOWN = 10
-NUMBERS = re.compile(r"\d+(?:\.\d+)?(?:, ?\d+(?:\.\d+)?)*")  # also several, with commas between
+NUMBERS = re.compile(r"\d+(?:\.\d+)?(?:, ?\d+(?:\.\d+)?)*")  # one number, or several with commas between them
 
 
 # -- layouts as text
@@ -57,9 +57,9 @@ def apply_layout(config: RunConfig, text: str) -> RunConfig:
 
 
 def layout_name(config: RunConfig, base: RunConfig) -> str:
-    """Return the text by which `apply_layout` makes this configuration from `base`, which differs in layout alone."""
+    """Return the text by which `apply_layout` makes `config` from `base`, which must differ from it in layout alone."""
     default, parallel = ParallelConfig(), config.parallel
-    # Fields in which `base` and this layout depart from the default alike are named, too, for readers of the name.
+    # A field that `base` sets to the same value is named, too: readers should see all that departs from the default.
     named = {
         name: value
         for name, value in vars(parallel).items()
@@ -67,7 +67,7 @@ def layout_name(config: RunConfig, base: RunConfig) -> str:
     }
     if parallel.recompute_granularity != "selective":
         named.pop("recompute_modules", None)
-    if parallel.recompute_granularity == "full" and named.items() >= LAYER_BY_LAYER.items():  # the default of `full`
+    if parallel.recompute_granularity == "full" and named.items() >= LAYER_BY_LAYER.items():  # as `full` alone means
         named = {name: value for name, value in named.items() if name not in LAYER_BY_LAYER}
     return layout_text({**named, MICRO_BATCH: config.training.micro_batch_size})
 
@@ -106,10 +106,8 @@ def all_layouts(config: RunConfig, gpus: int) -> Iterator[list[RunConfig]]:
     for tensor, context, pipeline in degrees:
         replicas = gpus // (tensor * context * pipeline)
         samples, rest = divmod(config.training.global_batch_size, replicas)
-        micro_batches = [  # size 1 if none is legal
-            dataclasses.replace(config.training, micro_batch_size=size)
-            for size in ([1] if rest or not samples else divisors(samples))
-        ]
+        sizes = [1] if rest or not samples else divisors(samples)  # 1 if none is legal: rejections count the layout
+        trainings = [dataclasses.replace(config.training, micro_batch_size=size) for size in sizes]
         layers, layers_left = divmod(config.model.num_layers, pipeline)
         chunk_counts = [None] if pipeline == 1 or layers_left else [None, *divisors(layers)[1:]]  # None stands for one
         for chunks, form in itertools.product(chunk_counts, _fan_forms(config.model, tensor)):
@@ -128,7 +126,7 @@ def all_layouts(config: RunConfig, gpus: int) -> Iterator[list[RunConfig]]:
                 **NOT_RECOMPUTED,
             )
             parallel = dataclasses.replace(parallel, ddp_bucket_size=_bucket_size(config, parallel))
-            yield [dataclasses.replace(config, parallel=parallel, training=training) for training in micro_batches]
+            yield [dataclasses.replace(config, parallel=parallel, training=training) for training in trainings]
 
 
 def _bucket_size(config: RunConfig, parallel: ParallelConfig) -> int | None:
@@ -155,9 +153,8 @@ def _fan_forms(model: FANformerConfig, tensor: int) -> list[dict[str, Any]]:
 
 
 def recomputations(config: RunConfig) -> list[RunConfig]:
-    """Return a layout with rising recomputation: nothing, parts without a matrix product, the MLP too, whole layers.
-
-    Configured `recompute_modules`, other than the default, take the place of the second and third.
+    """Return a layout with rising recomputation: of nothing, of parts without a matrix product, of the MLP, too, and of
+    whole layers. Configured `recompute_modules`, other than the default, take the place of the second and the third.
     """
     parallel, cheap = config.parallel, list[RecomputeModule]()  # `cheap`: parts without a matrix product
     # The Engine fuses all norms but the input norm of the `sequence` form.
@@ -170,11 +167,9 @@ def recomputations(config: RunConfig) -> list[RunConfig]:
     modules = [cheap, [*cheap, "mlp"]] if cheap else [["mlp"]]
     if parallel.recompute_modules != ParallelConfig().recompute_modules:
         modules = [parallel.recompute_modules]
-    choices: list[dict[str, Any]] = [
-        {},
-        *({"recompute_granularity": "selective", "recompute_modules": names} for names in modules),
-        {"recompute_granularity": "full", **LAYER_BY_LAYER},
-    ]
+    choices: list[dict[str, Any]] = [{}]
+    choices += [{"recompute_granularity": "selective", "recompute_modules": names} for names in modules]
+    choices.append({"recompute_granularity": "full", **LAYER_BY_LAYER})
     return [dataclasses.replace(config, parallel=dataclasses.replace(parallel, **chosen)) for chosen in choices]
 
 
@@ -187,21 +182,21 @@ class RejectedClass:
 
     count: int
     example: str  # one of these layouts, as `--layouts` reads it; of layouts that do not fit, the one that needs least
-    message: str  # by which `train`, too, refuses the example
+    message: str  # why the example is rejected: `train` refuses an illegal layout by the same message
 
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
     """The layouts that were judged."""
 
+    # Layouts that fit come first, the fastest before others. A search keeps the ten fastest that fit or, if none does,
+    # the one that needs the least memory.
     candidates: tuple[Estimate, ...]
-    """Layouts that fit before others, then by speed. A search keeps the ten fastest that fit or, if none does, the one
-    that needs the least memory."""
-    judged: int
-    legal: int
+    judged: int  # all layouts
+    legal: int  # those that break no rule, whether they fit or not
+    # The largest class comes first. Of layouts that do not fit, a search counts only those that it tried: it ends where
+    # layouts would be slower than the last candidate.
     rejected: tuple[RejectedClass, ...]
-    """The largest class first. A search counts a layout that does not fit only if it would be faster than the last
-    candidate."""
 
 
 def judge(named: Sequence[tuple[str, RunConfig]], gpus: int, machine: Machine) -> Findings:
@@ -229,11 +224,11 @@ def search(config: RunConfig, gpus: int, machine: Machine) -> Findings:
     be slower, the search ends, so that the memory of most layouts is never computed.
     """
     rejections, legal, judged = list[tuple[str, RunConfig]](), list[RunConfig](), 0
-    for micro_batches in all_layouts(config, gpus):
-        judged += len(micro_batches)
-        parallel = micro_batches[0].parallel
-        layout_problems = [*parallel.problems(), *problems_of_layout(micro_batches[0])]
-        for layout in micro_batches:
+    for layouts in all_layouts(config, gpus):  # which differ in their micro batch size alone
+        judged += len(layouts)
+        parallel = layouts[0].parallel
+        layout_problems = [*parallel.problems(), *problems_of_layout(layouts[0])]
+        for layout in layouts:
             if broken := layout_problems + layout.problems_of_steps(parallel.data_parallel_size or 1):
                 rejections += [(message, layout) for message in broken]
             else:
@@ -247,14 +242,17 @@ def search(config: RunConfig, gpus: int, machine: Machine) -> Findings:
             estimated = estimate(layout_name(candidate, config), candidate, gpus, machine)
             if estimated.fits:
                 break
-        (fitting if estimated.fits else too_large).append(estimated)
-        fitting = sorted(fitting, key=lambda estimated: estimated.time.seconds)[:MOST_SHOWN]
-    rejected = _classes(rejections, partial(layout_name, base=config))
-    least = min(too_large, key=lambda estimated: estimated.needed_bytes, default=None)
-    if least:
+        if estimated.fits:
+            fitting = sorted([*fitting, estimated], key=lambda estimated: estimated.time.seconds)[:MOST_SHOWN]
+        else:  # not even with whole layers recomputed
+            too_large.append(estimated)
+    candidates, rejected = fitting, _classes(rejections, partial(layout_name, base=config))
+    if too_large:
+        least = min(too_large, key=lambda estimated: estimated.needed_bytes)
         rejected.append(RejectedClass(len(too_large), least.name, least.shortage))
+        candidates = fitting or [least]
     return Findings(
-        candidates=tuple(fitting or filter(None, [least])),
+        candidates=tuple(candidates),
         judged=judged,
         legal=len(legal),
         rejected=tuple(sorted(rejected, key=lambda rejected: -rejected.count)),
@@ -266,8 +264,11 @@ def _classes(rejections: Iterable[tuple[str, Example]], name: Callable[[Example]
 
     A class has the message of its first example, and the name that `name` returns for that example.
     """
-    classes: dict[str, list[tuple[str, Example]]] = {}
+    rejections_by_rule: dict[str, list[tuple[str, Example]]] = {}
     for message, example in rejections:
-        classes.setdefault(NUMBERS.sub("N", message), []).append((message, example))
-    ordered = sorted(classes.values(), key=len, reverse=True)
-    return [RejectedClass(len(members), name(members[0][1]), members[0][0]) for members in ordered]
+        rejections_by_rule.setdefault(NUMBERS.sub("N", message), []).append((message, example))
+    classes = []
+    for members in sorted(rejections_by_rule.values(), key=len, reverse=True):
+        message, example = members[0]
+        classes.append(RejectedClass(len(members), name(example), message))
+    return classes

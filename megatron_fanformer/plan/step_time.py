@@ -18,10 +18,10 @@ from megatron_fanformer.plan.job import Job, training_flops_per_token
 from megatron_fanformer.plan.machines import Machine
 from megatron_fanformer.plan.matrix_updates import MatrixUpdates, Term
 
-FLASH_BACKWARD = 5 / 2  # times forward's products: flash attention's backward computes the scores again
-STREAM_PASSES = 22  # numbers moved, each of the hidden size, forward and backward: two norms, two residual sums
-FORWARD_SHARE = 0.4  # of the bytes that element-wise operations move
-SCORE_PASSES = 11  # over the scores of plain attention, forward and backward
+FLASH_BACKWARD = 5 / 2  # products in flash attention's backward, which computes the scores again, for each in forward
+STREAM_PASSES = 22  # times that norms and residual sums of a layer read or write hidden states, forward and backward
+FORWARD_SHARE = 0.4  # forward's share of the bytes that element-wise operations move
+SCORE_PASSES = 11  # times that plain attention reads or writes all scores, forward and backward
 LOGIT_BYTES, FLOAT_LOGIT_BYTES = 2, 104  # moved for each logit, by the chunked loss head and by Megatron's in float32
 
 
@@ -39,7 +39,7 @@ class StepTime:
 def step_time(job: Job, machine: Machine, *, overlaps_tensor_parallel: bool = False) -> StepTime:
     """Return the time of a training step of a job on a machine.
 
-    With `overlaps_tensor_parallel`, products hide tensor parallel collectives, as the Engine's user buffers let them.
+    With `overlaps_tensor_parallel`, products hide tensor parallel collectives, as with the Engine's user buffers.
 
     Raises:
         ValueError: the layers do not divide evenly over the stages.
@@ -51,7 +51,7 @@ def step_time(job: Job, machine: Machine, *, overlaps_tensor_parallel: bool = Fa
     layers = [sum(chunk_layers) for chunk_layers in zip(*segments, strict=True)]  # of each stage
     layer = _layer(job, machine, overlaps_tensor_parallel)
     recomputed = sum(recomputed_layers(job, number) for chunk in segments for number in chunk)
-    layer["recomputation"] *= recomputed / job.model.num_layers  # the mean of all layers
+    layer["recomputation"] *= recomputed / job.model.num_layers  # from one layer's to the mean of all layers
     head = _loss_head(job, machine)
     stage_seconds = [number * sum(layer.values()) for number in layers]
     stage_seconds[-1] += head
@@ -62,7 +62,7 @@ def step_time(job: Job, machine: Machine, *, overlaps_tensor_parallel: bool = Fa
         virtual = job.parallel.virtual_stages
         parts["pipeline bubble"] = (sum(stage_seconds) - stage_seconds[slowest]) / virtual
         exchange = 2 * _collectives(job, machine, [Term("pp", "send", "", job.boundary_bytes)])  # there and back
-        exposed = 1 - machine.overlap if virtual > 1 else 1  # share of the time of sends
+        exposed = 1 - machine.overlap if virtual > 1 else 1  # share of sends that no computation hides
         parts["pipeline sends"] = exchange * (job.stages - 1 + exposed * virtual * job.num_micro_batches)
     parts |= _once_a_step(job, machine, layers[0], sum(parts.values()) / job.num_micro_batches)
     seconds = sum(parts.values())
@@ -98,9 +98,9 @@ def term_seconds(term: Term, ranks: int, stride: int, machine: Machine) -> float
 
 
 def _collectives(job: Job, machine: Machine, terms: Iterable[Term]) -> float:
-    """Return the seconds of collectives of a rank of the first stage, one after the other."""
+    """Return the seconds of a first-stage rank's collectives, which run one after the other."""
     tensor, groups = job.tensor_ranks, job.group_sizes(0)
-    # From one rank of a group to the next; in groups that are not listed, tensor parallel ranks alone lie between them.
+    # Steps from one rank of a group to the next; a group that is not listed has one rank in every `tensor` ranks.
     strides = {"tp": 1, "tp_dp_cp": 1, "inter_dist_opt": tensor * job.state_ranks}
     strides["pp"] = tensor * job.parallel.context_parallel_size * job.data_parallel_size
     return sum(term_seconds(term, groups[term.group], strides.get(term.group, tensor), machine) for term in terms)
@@ -108,30 +108,12 @@ def _collectives(job: Job, machine: Machine, terms: Iterable[Term]) -> float:
 
 def _layer(job: Job, machine: Machine, overlaps_tensor_parallel: bool) -> dict[str, float]:
     """Return the seconds of one layer for one micro batch by purpose, forward, backward and recomputation."""
-    model, ranks, tokens = job.model, job.tensor_ranks, job.tokens
-    part_tokens = tokens // ranks if job.parallel.sequence_parallel else tokens
-    queries_width = model.num_attention_heads * model.kv_channels
-    (rows, columns), (rows_2, columns_2) = model.ffn_maps
-    mlp = rows * columns + rows_2 * columns_2  # elements of the weights
-    maps = model.hidden_size * (model.qkv_rows + queries_width) + mlp
-    fan_tokens = tokens / ranks if job.has_column_fan else part_tokens  # a rank has 1 / ranks of a column map's rows
-    rate = machine.flops_per_second(job.precision.dtype)
-    map_rate = fan_rate = rate * machine.product_efficiency
-    if job.precision.fp8:
-        map_rate = machine.flops_per_second("fp8") * machine.fp8_product_efficiency
-        fan_rate = map_rate if job.precision.fp8_fan else fan_rate
-    products = 2 * maps * tokens / ranks / map_rate + 2 * model.hidden_size * model.fan_rows * fan_tokens / fan_rate
+    products, mlp_products = _matrix_products(job, machine)
     attention, attention_backward = _core_attention(job, machine)
-    # Numbers a token that rotary positions, the MLP's activation and FAN's features move.
-    widths = 4 * (queries_width + model.value_size) + 3 * rows + 2 * columns_2
-    if model.has_fan:
-        widths += 3 * model.fan_rows + 2 * model.hidden_size
-    numbers = STREAM_PASSES * model.hidden_size * part_tokens + widths * tokens / ranks
-    moving = numbers * job.element_bytes / machine.memory_rate
+    moving = _moved_numbers(job) * job.element_bytes / machine.memory_rate
     terms = [*layer_forward(job), *layer_backward(job)]
-    tensor, context = (
-        _collectives(job, machine, (term for term in terms if term.group == group)) for group in ("tp", "cp")
-    )
+    tensor = _collectives(job, machine, (term for term in terms if term.group == "tp"))
+    context = _collectives(job, machine, (term for term in terms if term.group == "cp"))
     if overlaps_tensor_parallel:
         tensor -= machine.overlap * min(tensor, 3 * products)
     parts = {
@@ -143,25 +125,55 @@ def _layer(job: Job, machine: Machine, overlaps_tensor_parallel: bool) -> dict[s
         "host": 0.0,
         "recomputation": 0.0,
     }
-    computing = products + attention + FORWARD_SHARE * moving  # in forward
-    if job.kernels.cuda_graph_impl == "none":  # the host takes equally long to launch forward and backward
-        forward_seconds = computing + (tensor + context) / 2
-        backward_seconds = sum(parts.values()) - forward_seconds
-        waits = (machine.layer_seconds / 2 - seconds for seconds in (forward_seconds, backward_seconds))
-        parts["host"] = sum(max(0.0, wait) for wait in waits)
+    forward_computing = products + attention + FORWARD_SHARE * moving
+    if job.kernels.cuda_graph_impl == "none":  # a GPU waits for the host, which takes equally long for both passes
+        forward = forward_computing + (tensor + context) / 2
+        backward = sum(parts.values()) - forward
+        parts["host"] = sum(max(0.0, machine.layer_seconds / 2 - seconds) for seconds in (forward, backward))
     if job.parallel.recompute_granularity == "full":
-        parts["recomputation"] = computing
+        parts["recomputation"] = forward_computing
     recomputed_widths = 0  # numbers a token that recomputed element-wise operations move
     if job.parallel.recomputes("core_attn"):
         parts["recomputation"] += attention
     if job.parallel.recomputes("mlp"):
-        parts["recomputation"] += products * mlp / (maps + model.hidden_size * model.fan_rows)  # the MLP's share
+        (rows, _), (_, columns_2) = job.model.ffn_maps
+        parts["recomputation"] += mlp_products
         recomputed_widths += rows + columns_2
     if job.parallel.recomputes("fan"):
-        recomputed_widths += model.fan_rows + model.hidden_size
-    parts["recomputation"] += recomputed_widths * tokens / ranks * job.element_bytes / machine.memory_rate
+        recomputed_widths += job.model.fan_rows + job.model.hidden_size
+    recomputed_bytes = recomputed_widths * job.tokens / job.tensor_ranks * job.element_bytes
+    parts["recomputation"] += recomputed_bytes / machine.memory_rate
     parts["recomputation"] += _collectives(job, machine, layer_recomputation(job))
     return parts
+
+
+def _matrix_products(job: Job, machine: Machine) -> tuple[float, float]:
+    """Return the seconds of the forward products with one layer's weights for one micro batch, and the MLP's share."""
+    model, ranks, tokens = job.model, job.tensor_ranks, job.tokens
+    mlp = sum(rows * columns for rows, columns in model.ffn_maps)  # elements of weights, here and below
+    maps = model.hidden_size * (model.qkv_rows + model.num_attention_heads * model.kv_channels) + mlp
+    fan = model.hidden_size * model.fan_rows
+    # A rank computes 1 / ranks of a column FAN map's rows for all tokens, but all rows of another for its own tokens.
+    part_tokens = tokens // ranks if job.parallel.sequence_parallel else tokens
+    fan_tokens = tokens / ranks if job.has_column_fan else part_tokens
+    map_rate = fan_rate = machine.flops_per_second(job.precision.dtype) * machine.product_efficiency
+    if job.precision.fp8:
+        map_rate = machine.flops_per_second("fp8") * machine.fp8_product_efficiency
+        fan_rate = map_rate if job.precision.fp8_fan else fan_rate
+    seconds = 2 * maps * tokens / ranks / map_rate + 2 * fan * fan_tokens / fan_rate
+    return seconds, seconds * mlp / (maps + fan)
+
+
+def _moved_numbers(job: Job) -> float:
+    """Return how many numbers one layer's element-wise operations move for one micro batch, forward and backward."""
+    model, ranks, tokens = job.model, job.tensor_ranks, job.tokens
+    part_tokens = tokens // ranks if job.parallel.sequence_parallel else tokens
+    queries_width = model.num_attention_heads * model.kv_channels
+    (rows, _), (_, columns_2) = model.ffn_maps
+    widths = 4 * (queries_width + model.value_size) + 3 * rows + 2 * columns_2  # a token's, in rotation and the MLP
+    if model.has_fan:
+        widths += 3 * model.fan_rows + 2 * model.hidden_size
+    return STREAM_PASSES * model.hidden_size * part_tokens + widths * tokens / ranks
 
 
 def _core_attention(job: Job, machine: Machine) -> tuple[float, float]:
@@ -188,7 +200,7 @@ def _loss_head(job: Job, machine: Machine) -> float:
 
 
 def _once_a_step(job: Job, machine: Machine, layers: int, micro_batch_seconds: float) -> dict[str, float]:
-    """Return the seconds of the work that is done once a step, by purpose, on the first stage: its backward ends last.
+    """Return the seconds of work that is done once a step, by purpose, on the first stage, whose backward ends last.
 
     Replicas sum gradients during the last micro batch's backward, except the last bucket, and gather weights during the
     first micro batch's forward, except the first bucket.
@@ -211,8 +223,8 @@ def _once_a_step(job: Job, machine: Machine, layers: int, micro_batch_seconds: f
     if parallel.use_distributed_optimizer:
         gather = Term(job.state_group, "all-gather", "weights", elements * job.element_bytes)
         once["weight gathering"] = exposed([gather], micro_batch_seconds / 3, parallel.overlap_param_gather)
-    # Gradients are zeroed; gradients, main weights and states read; main weights and states written, and weights in a
-    # narrower format.
+    # Every gradient is set to zero. For the elements that a rank updates, gradients (float32), main weights and states
+    # are read; main weights and states are written, and the weights, if their format is narrower.
     states = 2 * state_bytes(held, [weight.elements for weight in held], job.optimizer)
     updated = elements * (3 * 4 + (job.element_bytes if job.element_bytes < 4 else 0)) + states
     once["optimizer"] = (elements * job.gradient_bytes + updated / job.state_ranks) / machine.memory_rate

@@ -9,18 +9,18 @@ from megatron_fanformer.options import ANY_FIELD, Verb, count, option
 
 
 def read_num_gpus(text: str) -> int:
-    """Read an option that is a number of GPUs; ArgumentTypeError if it is none."""
+    """Return the number of GPUs that an option states; raise ArgumentTypeError if it states none."""
     if not text.isdecimal() or not 1 <= int(text) <= 10**7:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of GPUs; it must be an integer from 1 to 10000000")
     return int(text)
 
 
 def _read_positive(text: str) -> float:
-    """Read an option that is a finite number above 0; ArgumentTypeError if it is none."""
+    """Return the finite number above 0 that an option states; raise ArgumentTypeError if it states none."""
     try:
         number = float(text)
     except ValueError:
-        number = math.nan
+        number = math.nan  # which is not above 0
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0, as in 2.5")
     return number

@@ -73,7 +73,7 @@ SWITCHES: dict[str, Any] = {
     "dataloader_inter_document_masking": True,
     "tensorboard_dir": True,
 }
-"""For arguments whose presence alone sets a field: the value of the field."""
+"""Values of fields by the argument whose presence alone, with any value or none, sets the field."""
 CHOICES: dict[str, dict[str, Any]] = {
     "optimizer": {"adam": "adamw", "muon": "muon"},
     "rerun_mode": {"disabled": False, "validate_results": True},
@@ -84,18 +84,15 @@ MODEL_ARGUMENTS |= {"use_rotary_position_embeddings", *RULES, *DROPOUT}
 """Arguments that `_convert_model` reads although no field has their name."""
 SAME_NAMES = {plain(field.name): field.name for field in describe_fields(RunConfig) if field.name.count(".") == 1}
 
-Arguments = dict[str, list[str]]
-"""The words after each argument, by the argument's plain name."""
+Arguments = dict[str, list[str]]  # the words after each argument, by the argument's plain name
 PROGRAM = re.compile(r"(?:^|.*/)pretrain\w*\.py$")
 
 
 class Converted(NamedTuple):
     """A converted configuration, and the notes about what could not be converted."""
 
-    values: dict[str, Any]
-    """The configuration's plain values, by section."""
-    notes: dict[str, list[str]]
-    """The notes by title, such as the arguments that were not carried over; titles without notes are left out."""
+    values: dict[str, Any]  # the configuration's plain values, by section
+    notes: dict[str, list[str]]  # by title, such as "Not carried over"; titles without notes are left out
 
     def text(self) -> str:
         """Return the YAML file, which begins with the notes as comments."""
@@ -126,10 +123,10 @@ def convert(words: Sequence[str]) -> Converted:
         )
     model, differences, not_carried = _convert_model(arguments)
     fields = {**DEFAULTS, **(FP8_DEFAULTS if "fp8_format" in arguments else {}), **model}
-    for name, words_of_argument in arguments.items():
+    for name, argument_words in arguments.items():
         field = CONVERTED[name].field if name in CONVERTED else SAME_NAMES.get(name)
         is_model_field = field is not None and field.startswith("model.") and name not in BY_HAND
-        is_resume = name == "load" and words_of_argument == arguments.get("save")  # runs here resume without a field
+        is_resume = name == "load" and argument_words == arguments.get("save")  # a run here resumes without a field
         if is_model_field or name in MODEL_ARGUMENTS or is_resume:  # `_convert_model` has converted the model's
             continue
         try:
@@ -142,9 +139,11 @@ def convert(words: Sequence[str]) -> Converted:
                 raise ValueError(problems[0])
         except ValueError as reason:
             flag = "--" + name.replace("_", "-")
-            not_carried.append(f"{' '.join([flag, *words_of_argument])}: {reason}")
+            not_carried.append(f"{' '.join([flag, *argument_words])}: {reason}")
             continue
-        fields[field] = {**fields.get(field, {}), **value} if field == VALIDATION else value  # a set per argument
+        if field == VALIDATION:  # one argument has the data of the set `valid`, another those of `test`
+            value = {**fields.get(VALIDATION, {}), **value}
+        fields[field] = value
     if "data_path" in arguments and not {SPLIT, VALIDATION} & fields.keys():
         fields[SPLIT] = DEFAULT_SPLIT
     values = overlay({}, {**fields, **read_overrides(overrides, advice=advice)})
@@ -154,7 +153,7 @@ def convert(words: Sequence[str]) -> Converted:
         "Another model than there": differences,
         "Not carried over": not_carried,
     }
-    one_line_notes = {
+    one_line_notes = {  # a line break, which an argument may contain, would end the comment in the file
         title: [" ".join(escaped(note).split()) for note in listed] for title, listed in notes.items() if listed
     }
     return Converted(values, one_line_notes)
@@ -184,7 +183,7 @@ def _group_words(words: Sequence[str]) -> tuple[Arguments, list[str]]:
 
 
 def _convert_value(name: str, field: str, arguments: Arguments) -> Any:
-    """Return the value of a field for an argument. Raises ValueError if the argument's value has no counterpart."""
+    """Return the value of a field for an argument; raise ValueError if the argument's value has no counterpart."""
     words = arguments[name]
     if name in SWITCHES:
         return SWITCHES[name]
@@ -197,7 +196,7 @@ def _convert_value(name: str, field: str, arguments: Arguments) -> Any:
         is_valid = len(numbers) == 2 and all(type(number) is int and number > 0 for number in numbers)
         if "rampup_batch_size" in arguments or not is_valid:
             raise ValueError(f"{field} is in steps, which follow from samples by one --global-batch-size alone")
-        return numbers[0] // numbers[1]  # samples by samples of a step
+        return numbers[0] // numbers[1]  # samples, divided by the samples of a step
     if name == "data_args_path":
         return [f"@{word}" for word in words]
     blend = [part for word in words for part in word.split()]
@@ -211,7 +210,7 @@ def _convert_value(name: str, field: str, arguments: Arguments) -> Any:
 def _parse_words(field: str, words: list[str]) -> Any:
     """Return the words of an argument in the first form that the field allows: number, text, numbers, texts.
 
-    An argument without words is a switch: True. If the field allows no form, the value is for the error's text.
+    An argument without words is a switch: True. If the field allows no form, the returned value is for the message.
     """
     numbers = [_parse_number(word) for word in words]
     single_values = [*numbers, *words] if len(words) == 1 else []
@@ -228,7 +227,7 @@ def _parse_number(text: str) -> Any:
 
 
 def _value_problems(name: str, value: Any) -> list[str]:
-    """Return the reasons why a field cannot have a value, but not that the fields besides it are missing."""
+    """Return the reasons why a field cannot have a value; that other fields are missing is no reason."""
     return [line for line in value_problems(overlay({}, {name: value}), RunConfig) if line.startswith(f"{name} is ")]
 
 
@@ -236,7 +235,7 @@ def _value_problems(name: str, value: Any) -> list[str]:
 
 
 def _convert_model(arguments: Arguments) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Return the model's fields, the differences from Megatron-LM's model, and the problems of fields left out."""
+    """Return the model's fields, its differences from Megatron-LM's model, and why other fields are left out."""
     settings = dict(MODEL_DEFAULTS)
     for name, words in arguments.items():
         values = [_parse_number(word) for word in words]
