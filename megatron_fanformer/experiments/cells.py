@@ -247,6 +247,7 @@ def read_sweep(file: Path, *, needs_data: bool) -> Sweep:
 
 
 def _run_problems(config: RunConfig, *, needs_data: bool) -> list[str]:
+    """Return the problems of a cell's configuration: those that `train` would report, and epochs in place of steps."""
     if problems := config.section_problems(exclude=() if needs_data else ("data",)):
         return problems
     if config.training.epochs is not None:

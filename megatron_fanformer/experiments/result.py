@@ -191,6 +191,7 @@ def _render(table: Table) -> list[str]:
 
 
 def _finding_row(finding: Finding) -> list[Cell]:
+    """Return the cells of a finding, one for each of `FINDING_COLUMNS`."""
     interval = "–"
     if finding.interval is not None:
         low, high = finding.interval

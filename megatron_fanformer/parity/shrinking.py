@@ -34,7 +34,7 @@ class SmallRun:
 
 
 def shrink(model: FANformerConfig, micro_batch_size: int, layouts: list[ParallelConfig]) -> SmallRun:
-    """Return the small form of a run. Each of the layouts that is legal for the run is legal for the small form, too."""
+    """Return the small form of a run; each of the layouts that is legal for the run is legal for the small form."""
     unit = math.lcm(*(layout.tensor_model_parallel_size for layout in layouts))  # divides every size that ranks share
     groups = _groups(model.query_groups, layouts)
     heads = groups * model.num_attention_heads // model.query_groups
