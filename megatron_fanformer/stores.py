@@ -17,7 +17,7 @@ from megatron_fanformer.errors import FanformerError, InputError, redacted
 PAUSES_SECONDS: tuple[float, ...] = (1, 2, 4, 8, 16, 32)
 """Pauses between one attempt and the next."""
 PATIENCE_SECONDS = 60.0
-"""Time after the first attempt, until which others begin: a driver may take minutes to report that nothing answers."""
+"""Time in which attempts may begin: a driver may take minutes to report that nothing answers."""
 WRONG_URL = (FileNotFoundError, PermissionError)
 """Errors that mean a wrong URL or missing rights, not a failing store."""
 READ_BYTES = 1 << 24
