@@ -1,7 +1,7 @@
 """The command `megatron-fanformer VERB`: parses the command line, and calls the verb's function.
 
-The record of a verb stands in the verb's room. The module of the verb's function is imported only when the verb runs:
-torch and megatron-core take seconds to import, and wrong options are reported before that.
+The package of a verb declares the verb in a `Verb`. The module of the verb's function is imported only when the verb
+runs: torch and megatron-core take seconds to import, and wrong options are reported before that.
 
 Exit codes: 0 done, 2 the user's input is wrong, 3 data or a checkpoint is corrupt, 4 a loss or a gradient norm is not
 finite, 5 stopped on a signal, 1 anything else. An error is one line, without a traceback unless --debug is given.
@@ -44,7 +44,7 @@ ALL: tuple[Verb[Any], ...] = (
 VERBS = {verb.name: verb for verb in ALL}
 REMOVED = {"check-node": "start examples/check_nodes.py by torchrun or srun, a process for each GPU"}
 """The remedies for verbs of earlier versions."""
-# Errors of the machine, not of a path that the user named.
+# Error numbers of a failing or full machine; any other OSError means that the user named a wrong path.
 _MACHINE_ERRORS = (*NO_SPACE, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ESTALE)
 
 
@@ -63,9 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         verb, options = read_command(arguments)
         run_arguments = verb.before(options)  # before the next line imports torch
         resolve_name(verb.run)(*run_arguments)
-        print(end="", flush=True)  # a failure to write is an error here, not only when Python ends
+        print(end="", flush=True)  # a failure to write raises here; when Python ends, it would be too late to report it
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # otherwise Python reports, when it ends, that it cannot write
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # otherwise Python would report the broken pipe again at its end
         return 128 + signal.SIGPIPE
     except (Exception, KeyboardInterrupt) as error:
         if debug:
@@ -85,18 +85,18 @@ def read_command(arguments: Sequence[str]) -> tuple[Verb[Any], Any]:
     """
     if arguments and arguments[0] in REMOVED:
         raise InputError(f"{arguments[0]} is no verb any more; {REMOVED[arguments[0]]}")
-    named = [argument for argument in arguments if argument in VERBS][:1]  # the verb: no option before it has a value
+    named = [argument for argument in arguments if argument in VERBS][:1]  # the verb: options before it take no values
     try:
-        given, rest = _parser(named).parse_known_args([argument for argument in arguments if argument != "--debug"])
+        parsed, rest = _parser(named).parse_known_args([argument for argument in arguments if argument != "--debug"])
     except InputError as error:
         remedies = [remedy for name in named for remedy in VERBS[name].remedies(arguments)]
         raise InputError("\n".join([str(error), *remedies])) from None
-    verb = VERBS[given.verb]
-    return verb, verb.read(vars(given), rest, arguments)
+    verb = VERBS[parsed.verb]
+    return verb, verb.read(vars(parsed), rest, arguments)
 
 
 def _describe(error: BaseException) -> tuple[str, int]:
-    """Return an error's message and exit code; an OSError's code is 2 if the path is wrong, 1 if the disk fails."""
+    """Return an error's message and exit code: of an OSError 2 if the path is wrong, 1 if the machine fails."""
     if isinstance(error, FanformerError):
         return str(error), error.exit_code
     if isinstance(error, ModuleNotFoundError):
@@ -116,7 +116,7 @@ def _describe(error: BaseException) -> tuple[str, int]:
 
 
 def _parser(described: Collection[str] = VERBS) -> argparse.ArgumentParser:
-    """Return the parser of all verbs; only those in `described` get their options, which take time to make."""
+    """Return the parser of all verbs; to save time, only the verbs in `described` get their options."""
     parser = _Parser(prog=PROGRAM, description="Pretrain FANformer language models, on CPUs and GPUs.")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     parser.add_argument("--debug", action="store_true", help="show tracebacks (anywhere on the line)")

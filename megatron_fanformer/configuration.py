@@ -1,4 +1,4 @@
-"""Configurations: from YAML and JSON to dataclasses, with overrides, errors for the user, and descriptions of fields.
+"""Reads configurations from YAML and JSON into dataclasses, applies overrides, and describes fields.
 
 A configuration is a frozen, keyword-only dataclass. Its fields are values, or dataclasses in turn: its sections.
 msgspec decides whether a value fits a field's type, strictly: "1" is not an integer, true is not a number. This module
@@ -27,7 +27,7 @@ from megatron_fanformer.errors import InputError, did_you_mean
 
 Config = TypeVar("Config")
 
-TYPES: dict[Any, tuple[str, str]] = {
+TYPES: dict[Any, tuple[str, str]] = {  # the names of each type in messages: singular and plural
     int: ("an integer", "integers"),
     float: ("a finite number", "numbers"),
     bool: ("true or false", "true or false"),
@@ -35,8 +35,7 @@ TYPES: dict[Any, tuple[str, str]] = {
     NoneType: ("null", "null"),
     Any: ("a value", "values"),
 }
-"""The name of each type, in the singular and the plural."""
-MOST_BYTES = 1 << 20  # of an untrusted file
+MOST_BYTES = 1 << 20  # size up to which an untrusted file is read
 
 Advice = Callable[[str], str | None] | None
 """Takes an unknown name, `section.field` or an argument of the command line; returns the remedy, or None."""
@@ -46,10 +45,10 @@ Advice = Callable[[str], str | None] | None
 
 
 def build(values: Mapping[str, Any], owner: type[Config], prefix: str = "", *, advice: Advice = None) -> Config:
-    """Return an instance of a dataclass, made of nested plain values; `~/` in texts is the home directory.
+    """Return an instance of the dataclass `owner`, built from nested plain values; `~/` in texts is the home directory.
 
     Args:
-        prefix: precedes the names in messages, such as `model.`.
+        prefix: text before the names in messages, such as `model.`.
         advice: returns the remedy for an unknown key; if None, the message names the most similar key.
 
     Raises:
@@ -79,7 +78,7 @@ def value_problems(values: Mapping[str, Any], owner: type, prefix: str = "", *, 
             problems += value_problems(value, hint, f"{name}.", advice=advice)
         elif field.name not in values:
             problems.append(f"{name} is missing; it must be {_type_name(hint)}")
-        elif is_section or not _fits(value, hint):  # a section that is no mapping has a wrong type, too
+        elif is_section or not _fits(value, hint):  # a section here is no mapping, and so has a wrong type
             shown = json.dumps(value, ensure_ascii=False, default=str)
             problems.append(f"{name} is {shown:.80}; it must be {_type_name(hint)}")
     return problems
@@ -109,7 +108,7 @@ def _is_required(field: "dataclasses.Field[Any]") -> bool:
 
 
 def _type_name(hint: Any, *, many: bool = False) -> str:
-    """Return the name of a type, such as `a list of integers`, or its plural."""
+    """Return the name of a type, such as `a list of integers`, or with `many` the name's plural."""
     kind, parts = get_origin(hint), get_args(hint)
     if kind is Literal:
         return ("" if many else "one of ") + ", ".join(map(str, parts))
@@ -149,7 +148,7 @@ def yaml_value(text: str) -> Any:
     """
     try:
         return yaml.load(text, _Loader)
-    # PyYAML raises the last two for a value that contradicts its tag, such as !!bool 7.
+    # PyYAML raises LookupError and AttributeError for a value that contradicts its tag, such as !!bool 7.
     except (yaml.YAMLError, ValueError, RecursionError, LookupError, AttributeError) as error:
         raise ValueError(" ".join(str(error).split())) from None
 
@@ -157,7 +156,7 @@ def yaml_value(text: str) -> Any:
 def read_plain_values(file: Path) -> Any:
     """Return the plain values in an untrusted file: JSON if its name ends in .json, else YAML.
 
-    Raises OSError if the file cannot be read, is no regular file or has more than 1 MiB, ValueError if it is not valid.
+    Raises OSError if the file cannot be read, is no regular file or has more than 1 MiB, ValueError if it is malformed.
     """
     text = regular_file(file, most_bytes=MOST_BYTES).read_text(encoding="utf-8")
     try:
@@ -211,7 +210,7 @@ def read_overrides(arguments: Sequence[str], *, advice: Advice = None) -> dict[s
 
 
 def overlay(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of nested values, changed by `changes`: values by dotted names. Missing sections are added."""
+    """Return a copy of nested values with `changes`, new values by dotted names; missing sections are added."""
     merged = copy.deepcopy(dict(values))
     for name, value in changes.items():
         *path, last = name.split(".")
@@ -225,7 +224,7 @@ def overlay(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested values as a flat mapping, with the names that overrides have: `model.fan.p_ratio`."""
+    """Return nested values as a flat mapping by dotted names, such as `model.fan.p_ratio`."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
@@ -233,13 +232,13 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def rename_moved_fields(values: Mapping[str, Any], moves: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
-    """Rename moved fields in a copy of nested values; return the copy, and the former names that were found.
+    """Rename moved fields in a copy of nested values; return the copy, and the former names that `values` had.
 
     Args:
-        moves: the current dotted name, `section.field`, by the former one; an empty name drops the field. If both names
-            have a value, that of the current name stays.
+        moves: current dotted names, `section.field`, by former dotted names; an empty current name drops the field. If
+            a field has values by both names, the current name's value stays.
     """
-    moved, found = copy.deepcopy(dict(values)), []
+    moved, former_names = copy.deepcopy(dict(values)), []
     for former, current in moves.items():
         *path, former_field = former.split(".")
         source: Any = moved
@@ -247,12 +246,12 @@ def rename_moved_fields(values: Mapping[str, Any], moves: Mapping[str, str]) -> 
             source = source.get(key) if isinstance(source, dict) else None
         if not isinstance(source, dict) or former_field not in source:
             continue
-        found.append(former)
+        former_names.append(former)
         value = source.pop(former_field)
         section, _, field = current.partition(".")
         if current and not (isinstance(moved.get(section), dict) and field in moved[section]):
             moved = overlay(moved, {current: value})
-    return moved, found
+    return moved, former_names
 
 
 # -- descriptions
@@ -264,13 +263,13 @@ class FieldDescription(NamedTuple):
     name: str
     type: str
     default: str | None
-    """The default as YAML writes it; None for a field that must be given."""
+    """The default as YAML writes it; None if the field is required."""
     text: str
     """The docstring below the field, on one line."""
 
 
 def describe_fields(owner: Any, prefix: str = "") -> Iterator[FieldDescription]:
-    """Yield the fields of a dataclass and of its sections in order; a section itself is not yielded."""
+    """Yield the fields of a dataclass in order; in place of a section, yield the section's fields."""
     hints, texts = get_type_hints(owner), field_texts(owner)
     for field in dataclasses.fields(owner):
         name, hint = prefix + field.name, hints[field.name]
@@ -295,7 +294,7 @@ def field_texts(owner: type) -> dict[str, str]:
     assert isinstance(tree, ast.ClassDef)
     return texts | {
         field.target.id: " ".join(below.value.value.split())
-        for field, below in zip(tree.body, tree.body[1:], strict=False)
+        for field, below in zip(tree.body, tree.body[1:], strict=False)  # each statement and the one below
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
         if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str)
     }

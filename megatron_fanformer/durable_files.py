@@ -1,7 +1,7 @@
-"""Files and folders that exist completely or not at all, even after a power failure; SHA-256 sums, and locks.
+"""Writes files and folders that exist completely or not at all, even after a power failure; sums and locks files.
 
-A file is written under a hidden name (`.NAME.PROCESS.tmp`), flushed to the disk and renamed; then the folder that names
-it is flushed, too. A process that is killed leaves at most the hidden file or folder.
+A file is written under a hidden name (`.NAME.PROCESS.tmp`), flushed to the disk and renamed; then the folder that lists
+the file is flushed, too. A process that is killed leaves at most the hidden file or folder.
 
 Call `regular_file` before opening any file that somebody else may have written: opening a pipe waits for ever.
 """
@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 from megatron_fanformer.errors import InputError
 
-READ_BYTES = 1 << 20
+READ_BYTES = 1 << 20  # per read for a SHA-256
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """Errors of `flock` on a file system without locks; there, locking is skipped."""
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -42,7 +42,7 @@ def regular_file(path: Path, *, most_bytes: int | None = None) -> Path:
 
 
 def write_atomically(path: Path, content: str | bytes, *, aside: Path | None = None) -> None:
-    """Write or replace a small file atomically, by a hidden file in the folder `aside`, by default the file's own."""
+    """Write or replace a small file atomically, by renaming a hidden file in `aside`, by default the file's folder."""
     partial = temporary_name((aside or path.parent) / path.name)
     try:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -107,7 +107,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Add the path to an OSError that names no path, as errors of reading or writing an open file do not."""
+    """Add `path` to an OSError that names no path, such as an error of reading or writing an open file."""
     try:
         yield
     except OSError as error:

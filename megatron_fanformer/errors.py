@@ -1,4 +1,4 @@
-"""The errors that end a command, with their exit codes, and what their messages are made of.
+"""Defines the errors that end a command, with their exit codes, and composes their messages.
 
 A message is one line, `VALUE, RULE; REMEDY`: the wrong value, the rule that it breaks, and how to mend it. Every room
 may raise these errors; only `cli` turns them into an exit, and removes the credentials from their messages.
@@ -27,7 +27,7 @@ class FanformerError(Exception):
 
     exit_code = 1
     already_reported = False
-    """Whether another rank has printed this error; this rank only ends with the same exit code."""
+    """Whether another rank has printed this error, so that this rank only ends with the same exit code."""
 
 
 class InputError(FanformerError, ValueError):
@@ -53,11 +53,11 @@ class DivergenceError(FanformerError):
 
 
 class Interrupted(FanformerError):
-    """A signal stopped the command; no step is lost, and the same command continues where this one stopped."""
+    """A signal stopped the command; no step is lost, and the same command continues from there."""
 
     exit_code = 5
     is_final = False
-    """Whether this process ended at once, without a save; the other ranks then do not save, either."""
+    """Whether this process ended at once, without a save; then the other ranks do not save, either."""
 
 
 def escaped(text: str) -> str:
@@ -82,7 +82,7 @@ def broken_fields(
     """Return one line for each of the named fields whose value breaks a rule; None breaks no rule.
 
     Args:
-        values: the section's dataclass.
+        values: the dataclass of the section named `section`.
         demand: the rule in words, such as "be at least 1".
     """
     return [

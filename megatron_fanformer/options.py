@@ -1,4 +1,4 @@
-"""Command lines from dataclasses: the record of a verb, and its options.
+"""Builds command lines from dataclasses: a `Verb`, and the dataclass of the verb's options.
 
 The options of a verb are a frozen, keyword-only dataclass, which the verb's function takes as its argument. Each field
 is an option with the field's name, type and default; the docstring below the field is the option's help:
@@ -33,7 +33,7 @@ ANY_FIELD = (
     "Any field of the configuration can be set as --section.field VALUE, e.g. --training.train_iters 100. "
     f"`{PROGRAM} config` lists every field."
 )
-"""Notes in the help of a verb that takes any field of the configuration."""
+"""`Verb.notes` of a verb that takes any field of the configuration."""
 
 _COUNT = re.compile(r"(\d[\d_]*(?:\.\d+)?)([KMGBT]?)", re.ASCII | re.IGNORECASE)
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
@@ -47,27 +47,27 @@ class Verb(Generic[Options]):
     help: str
     """One sentence for --help."""
     options: type[Options]
-    """The dataclass of its options."""
+    """The dataclass of the verb's options."""
     run: str
     """The verb's function, as "package.module:function"; the module is imported when the verb runs."""
     examples: tuple[str, str]
     """Commands at the end of --help, without the program's name; a line end is shown as a continued line."""
     before: Callable[[Options], tuple[Any, ...]] = field(default=lambda options: (options,))
-    """Is called before the module of `run` is imported, prepares this process for it, and returns `run`'s arguments."""
+    """Prepares this process before the module of `run` is imported, and returns the arguments of `run`."""
     notes: str = ""
     """Text of --help below the options."""
     removed: Mapping[str, str] = field(default_factory=dict)
-    """Options of earlier versions, with their dashes, and the remedy for each."""
+    """Remedies by options of earlier versions, which are written with their dashes."""
 
     def remedies(self, command_line: Sequence[str]) -> list[str]:
         """Return the remedies for the options of earlier versions on a command line."""
         return [remedy for name, remedy in self.removed.items() if name in command_line]
 
-    def read(self, given: Mapping[str, Any], rest: Sequence[str], command_line: Sequence[str]) -> Options:
+    def read(self, parsed: Mapping[str, Any], rest: Sequence[str], command_line: Sequence[str]) -> Options:
         """Return the options of a command line.
 
         Args:
-            given: the parsed values by the names of their fields, without those that the command line does not state.
+            parsed: the parsed values by field name, only for fields that the command line states.
             rest: the arguments that the parser does not know: overrides, if the verb takes them.
 
         Raises InputError if an argument is unknown, an option has no effect, or a value breaks the option's rule.
@@ -77,7 +77,7 @@ class Verb(Generic[Options]):
             remedy = next(iter(self.remedies(command_line)), f"{PROGRAM} {self.name} --help lists the options")
             raise InputError(f"unknown argument {unknown[0]}; {remedy}")
         values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in given.items() if name in fields
+            name: tuple(value) if isinstance(value, list) else value for name, value in parsed.items() if name in fields
         }
         if rest:
             values["overrides"] = tuple(rest)
@@ -86,6 +86,7 @@ class Verb(Generic[Options]):
             needs = fields[name].metadata.get("needs", ())
             if needs and not any(_is_met(need, values) for need in needs):
                 shown = rest[0] if name == "overrides" else _shown_name(fields[name])
+                # FIELD=VALUE is shown as VALUE: the field is an argument, such as the action of `sweep`.
                 needed = " or ".join(need.partition("=")[2] or _shown_name(fields[need]) for need in needs)
                 problems.append(f"{shown} has no effect without {needed}; add that, or leave it out")
         if problems:
@@ -96,7 +97,7 @@ class Verb(Generic[Options]):
 
 
 def _is_met(need: str, values: Mapping[str, Any]) -> bool:
-    """Return whether the command line states a field, or for `FIELD=VALUE` whether it states that value."""
+    """Return whether the command line states the field `need`, or for `FIELD=VALUE` this value of the field."""
     name, _, value = need.partition("=")
     return name in values and (not value or values[name] == value)
 
@@ -175,7 +176,7 @@ def add_options(parser: argparse.ArgumentParser, owner: type) -> None:
 
 
 def _keywords(entry: "dataclasses.Field[Any]", hint: Any) -> dict[str, Any]:
-    """Return the keywords of `add_argument` that follow from a field's type and shape."""
+    """Return the keywords for `add_argument` that follow from a field's type and from the shape given to `option`."""
     shape, kind = entry.metadata, hint
     if get_origin(hint) in (Union, UnionType):  # X | None: a word is read as X
         kind = next(part for part in get_args(hint) if part is not NoneType)

@@ -1,4 +1,4 @@
-"""Pictures as PNG files in one style; matplotlib is imported only to draw, and needs no display.
+"""Draws pictures as PNG files in one style; matplotlib is imported only to draw, and needs no display.
 
 By default, matplotlib reads the text between two `$` as mathematics, and fails if it is none, as in the name of a run's
 folder. Here a `$` is a dollar.
@@ -23,7 +23,7 @@ PANEL = (6.5, 4.2)  # inches
 def render_png(
     draw: Callable[[Any], None], *, rows: int = 1, columns: int = 1, size: tuple[float, float] = PANEL
 ) -> bytes:
-    """Return the PNG of a figure of panels.
+    """Return the PNG of a figure with rows and columns of panels.
 
     Args:
         draw: draws into the figure's array of matplotlib's axes, [rows, columns].

@@ -49,7 +49,7 @@ def seconds_since_start(process: int) -> float:
 
 
 def stat_fields(process: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the process's state on; the name before the state may be any bytes."""
+    """Return the fields of /proc/PID/stat from the state on; the process's name, before the state, may be any bytes."""
     return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].decode("ascii").split()
 
 
@@ -99,7 +99,7 @@ def ended_by_stop_signals(outcome: str = NOTHING_LOST) -> Iterator[None]:
 @contextmanager
 def manual_gc() -> Iterator[None]:
     """Turn automatic garbage collection off: it would pause each rank at a different moment, and all others wait."""
-    was_frozen = gc.get_freeze_count() > 0  # a process of several runs froze what they share, which then stays frozen
+    was_frozen = gc.get_freeze_count() > 0  # by a process of several runs, whose shared objects must stay frozen
     gc.collect()
     if not was_frozen:
         gc.freeze()

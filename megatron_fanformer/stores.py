@@ -1,4 +1,4 @@
-"""Object stores and other places at URLs, by fsspec: drivers, checks of URLs, and retries.
+"""Uses object stores and other places at URLs through fsspec: finds drivers, checks URLs, and retries.
 
 fsspec is imported where it is used, as its import takes a tenth of a second.
 """
@@ -17,7 +17,7 @@ from megatron_fanformer.errors import FanformerError, InputError, redacted
 PAUSES_SECONDS: tuple[float, ...] = (1, 2, 4, 8, 16, 32)
 """Pauses between one attempt and the next."""
 PATIENCE_SECONDS = 60.0
-"""Time after which no attempt begins: a driver may take minutes to report that nothing answers."""
+"""Time in which attempts may begin: a driver may take minutes to report that nothing answers."""
 WRONG_URL = (FileNotFoundError, PermissionError)
 """Errors that mean a wrong URL or missing rights, not a failing store."""
 READ_BYTES = 1 << 24
@@ -37,7 +37,7 @@ def is_url(path: str | Path) -> bool:
 
 
 def url_problem(name: str, url: str | None) -> str | None:
-    """Return the problem with the URL of a folder in the configuration's field `name`, or None."""
+    """Return the problem with a folder's URL in the configuration's field `name`, or None if the URL is right."""
     if url is None:
         return None
     if not is_url(url) or url.startswith("memory:") or "::" in url:
@@ -46,7 +46,7 @@ def url_problem(name: str, url: str | None) -> str | None:
 
 
 def password_problem(name: str, url: str) -> str | None:
-    """Return the problem with a password in the URL of the configuration's field `name`, or None."""
+    """Return the problem with a password in the URL of the configuration's field `name`; None if there is none."""
     if not _PASSWORD.search(url):
         return None
     return (
@@ -63,7 +63,7 @@ def driver_of(url: str) -> tuple[Any, str]:
     from fsspec.core import url_to_fs
 
     try:
-        # Some drivers connect only when they are constructed: a cached one may have lost its connection.
+        # Some drivers connect only when they are constructed: a cached driver may have lost the connection.
         files, path = url_to_fs(url, skip_instance_cache=True)
     except (ImportError, ValueError) as error:
         needed = _EXTRAS.get(url.partition("://")[0], "it (for s3:// the extra `store`)")
@@ -132,8 +132,8 @@ def names_in(files: Any, folder: str) -> list[str]:
 
 
 def make_folder(files: Any, folder: str) -> None:
-    """Make a folder in an fsspec filesystem. Its parent must exist: neither a bucket nor a mount point is made."""
-    if "/" in folder:  # otherwise it is a bucket
+    """Make a folder in an fsspec filesystem. The parent must exist: neither buckets nor mount points are made."""
+    if "/" in folder:  # otherwise `folder` is a bucket
         with suppress(FileExistsError):
             files.mkdir(folder, create_parents=False)
 
@@ -146,7 +146,7 @@ def reason_of(error: BaseException) -> str:
 
 @contextmanager
 def reported_as_local(path: Path) -> Iterator[None]:
-    """Raise InputError in place of OSError, which `query`, if a store is in use, would take for the store's failure."""
+    """Raise InputError in place of an OSError on a local file, which `query` would take for a failure of the store."""
     try:
         yield
     except OSError as error:

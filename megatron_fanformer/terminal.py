@@ -1,4 +1,4 @@
-"""Output to a terminal or a pipe: tables, numbers in words, progress.
+"""Formats tables and numbers, and prints lines and progress to a terminal or a pipe.
 
 A row or a sentence is one line, however long: the terminal wraps it, and `grep`, `cut` and logs get it whole.
 Nothing here has a color; rich's progress bars, for terminals alone, heed NO_COLOR themselves.
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TypeAlias
 
 UNITS = ("bytes", "kB", "MB", "GB", "TB")
-SHOWN_NAMES = 4  # of a long list, before the last
+SHOWN_NAMES = 4  # of a long list, besides the last name
 
 Row: TypeAlias = Sequence[str]
 Report: TypeAlias = Callable[..., None]
@@ -58,16 +58,16 @@ def table(columns: Row, rows: Iterable[Row], *, align: str) -> list[str]:
     """
     cells = [columns, *rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    places = [(width, "<" if letter == "l" else ">") for width, letter in zip(widths, align, strict=True)]
+    formats = [(width, "<" if letter == "l" else ">") for width, letter in zip(widths, align, strict=True)]
     return [
-        "  ".join(f"{cell:{side}{width}}" for cell, (width, side) in zip(row, places, strict=True)).rstrip()
+        "  ".join(f"{cell:{side}{width}}" for cell, (width, side) in zip(row, formats, strict=True)).rstrip()
         for row in cells
     ]
 
 
 @contextmanager
 def phases(first: str) -> Iterator[Report]:
-    """Show progress: a status line on a terminal, otherwise one line per finished phase with its duration.
+    """Show progress: a status line on a terminal, otherwise a line with the duration of each finished phase.
 
     Args:
         first: the status line until the first report.

@@ -1,8 +1,8 @@
-"""A sweep's file and its cells; all cells' configurations are checked before any cell trains.
+"""Reads a sweep's file, and checks the configurations of all cells before any cell trains.
 
-A cell has one point of every axis and one seed. Its configuration is the base, changed first by `changes`, then by its
-points in the order of the axes. The names of the points make its name, and its folder's: `fanformer,lr1e-3,seed=1`.
-docs/experiments.md has a file with every field.
+A cell is one run, at one point of every axis and with one seed. The cell's configuration is the base configuration,
+changed first by `changes`, then by the cell's points in the order of the axes. Cell and folder are named by points and
+seed, as in `fanformer,lr1e-3,seed=1`. docs/experiments.md has a file with every field.
 """
 
 import functools
@@ -21,12 +21,12 @@ from megatron_fanformer.terminal import plural
 from megatron_fanformer.train.config import RunConfig, TrainingConfig, advice, config_from_dict, print_on_stderr
 from megatron_fanformer.train.metrics import PERPLEXITY_LOSS_SUFFIX
 
-LOSS = "loss"  # the training loss
+LOSS = "loss"  # the metric of the training loss
 FITTED = ("parameters", "tokens")  # values of `report.over` for which power laws are fitted
 OVERRIDDEN = ("training.run_dir", "training.seed")
-"""Fields that every cell sets for itself."""
+"""Fields that the sweep sets for each cell."""
 ENDING_EARLY = ("training.exit_interval", "training.exit_duration_in_mins")
-"""Fields by which a run ends before its last step, with exit code 0, to be started again."""
+"""Fields that make a run end before its last step, with exit code 0; the next start of the sweep resumes the run."""
 _POINT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]*")
 
 
@@ -37,25 +37,25 @@ class ReportConfig:
     compare: str
     """The axis whose points are compared with one another."""
     baseline: str
-    """The point of this axis with which the others are compared."""
+    """The point of `compare` with which the axis's other points are compared."""
     primary: list[tuple[str, str]] = field(default_factory=list)
-    """Pairs [POINT, BASELINE], stated before the runs: POINT's loss is lower. Only these can show, corrected for their
-    number (Holm); all other comparisons are exploratory. Without any, a sweep's single comparison is primary."""
+    """Pairs [POINT, BASELINE], stated before the runs: POINT should have the lower loss. Only they can show an effect,
+    corrected for their number (Holm); others are exploratory. Without any, a sweep's only comparison is primary."""
     by: list[str] = field(default_factory=list)
-    """Axes at whose points comparisons are made apart, such as the optimizer; over other axes they are averaged."""
+    """Axes, such as the optimizer, each point of which gets a comparison; over all other axes, losses are averaged."""
     over: str | None = None
-    """`parameters` (outside the embedding and the head) or `tokens`: a power law is fitted over them; a field, such as
-    `model.fan.p_ratio`: the loss is drawn over it; null: the points are listed."""
+    """The x axis: `parameters` (without embedding and head) or `tokens`, over which a power law is fitted; or a field,
+    such as `model.fan.p_ratio`, over which losses are drawn; null: points are drawn side by side."""
     metric: str | None = None
-    """The metric of the last step that is the cell's loss, such as `eval/stdlib/CrossEntropyLoss`; `loss`: the training
-    loss; null: the validation loss, of the only set."""
+    """The metric whose value at the last step is the cell's loss, such as `eval/stdlib/CrossEntropyLoss`; `loss`: the
+    training loss; null: the loss on the only validation set."""
     average_steps: int = 1
-    """With the training loss: number of last steps to average it over."""
+    """With the training loss as metric: the number of last steps over which it is averaged."""
     paper: dict[str, float] = field(default_factory=dict)
     """The paper's losses by the points of `compare`, in nats per token."""
     paper_saving: float | None = None
-    """With a power law: the share of the baseline's parameters, or tokens, that the paper's model needs for its
-    loss."""
+    """With a power law: the share of the baseline's parameters, or tokens, with which the paper's model has the
+    baseline's loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class SweepConfig:
     folder: str
     """The sweep's folder, which holds the runs' folders."""
     base: str
-    """The configuration file that all cells start from, beside the sweep's file unless absolute."""
+    """The configuration file that all cells start from; a relative path starts from the folder of the sweep's file."""
     changes: dict[str, Any] = field(default_factory=dict)
     """Fields that all cells change, by their dotted names."""
     axes: dict[str, dict[str, dict[str, Any]]]
@@ -76,7 +76,7 @@ class SweepConfig:
     """An axis to tune, such as the learning rates. Runs of the first seed choose its best point for each combination of
     the other axes' points; the comparisons use the later seeds, which the choice has not seen."""
     seeds: int = 1
-    """Cells at every compared point, of the seeds `training.seed`, `training.seed` + 1 and so on."""
+    """Number of seeds at every compared point, from `training.seed` on; with `tune`, from `training.seed` + 1 on."""
     report: ReportConfig
     """The comparisons of the report."""
 
@@ -86,30 +86,30 @@ class SweepConfig:
         for name, value in (("seeds", self.seeds), ("report.average_steps", report.average_steps)):
             if value < 1:
                 yield f"{name} is {value}; it must be at least 1"
-        changed = {"changes": self.changes}
+        changes_by_place = {"changes": self.changes}
         for axis, points in self.axes.items():
             if not points:
                 yield f"axes.{axis} has no point; write {{POINT: {{section.field: value}}}}"
             for point, changes in points.items():
-                changed[f"axes.{axis}.{point}"] = changes
+                changes_by_place[f"axes.{axis}.{point}"] = changes
                 if not _POINT_NAME.fullmatch(point):
                     yield (
                         f"axes.{axis} has the point {point!r}, and folders are named by points; use letters, digits "
                         "and . _ + = -"
                     )
-        for where, changes in changed.items():
+        for place, changes in changes_by_place.items():
             for name in changes:
                 if "." not in name:
-                    yield f"{where} has {name!r}, no field by its dotted name; write section.field"
+                    yield f"{place} has {name!r}, no field by its dotted name; write section.field"
                 elif name in OVERRIDDEN:
-                    yield f"{where} has {name}, which the sweep sets for each cell; leave it out"
-        named = [report.compare, *report.by, *([self.tune] if self.tune else [])]
-        for axis in named:
+                    yield f"{place} has {name}, which the sweep sets for each cell; leave it out"
+        used_axes = [report.compare, *report.by, *([self.tune] if self.tune else [])]
+        for axis in used_axes:
             if axis not in self.axes:
                 yield f"{axis} is no axis; the axes are {', '.join(self.axes)}"
-        if len({*named}) < len(named):
+        if len({*used_axes}) < len(used_axes):
             yield "report.compare, report.by and tune name an axis twice; an axis has one use"
-        known = self.axes.get(report.compare, {})
+        known = self.axes.get(report.compare, {})  # empty if the axis is unknown, which is yielded above
         for point in dict.fromkeys([report.baseline, *itertools.chain(*report.primary), *report.paper]):
             if known and point not in known:
                 yield f"report has {point!r}, no point of {report.compare}; its points are {', '.join(known)}"
@@ -119,7 +119,7 @@ class SweepConfig:
 
     @property
     def num_cells(self) -> int:
-        """Return the number of runs; with `tune`, all points run with the first seed, the best with `seeds` more."""
+        """Return the number of runs; with `tune`, every point runs with the first seed, the best with `seeds` more."""
         combinations = math.prod(len(points) for points in self.axes.values())
         if not self.tune:
             return combinations * self.seeds
@@ -134,7 +134,7 @@ class Cell:
     points: dict[str, str]
     """The cell's point on each axis."""
     tunes: bool
-    """True if the cell serves to choose the best point of `tune`, False if it is compared."""
+    """True if the cell serves to choose the best point of `tune`, False if the cell is compared."""
     config: RunConfig
 
     @property
@@ -143,9 +143,9 @@ class Cell:
         return Path(self.config.training.run_dir)
 
     def beside(self, suffix: str) -> Path:
-        """Return the file with a suffix beside the run's folder.
+        """Return the path of the cell's file with this suffix, beside the run's folder.
 
-        `.yaml` holds the cell's configuration, `.log` the output of its runs, `.failed` the error of a failed last run.
+        `.yaml` holds the cell's configuration, `.log` its runs' output, `.failed` the error if the last run failed.
         """
         return self.run.with_name(self.name + suffix)
 
@@ -186,11 +186,11 @@ class Sweep:
         """Return the name of the compared loss in the metrics of a run."""
         if self.config.report.metric is not None:
             return self.config.report.metric
-        (name,) = self.cells[0].config.data.validation_sets
+        (name,) = self.cells[0].config.data.validation_sets  # a single one: `read_sweep` checks it
         return f"{VALIDATION_LOSS}/{name}"
 
     def size_of(self, cell: Cell) -> float:
-        """Return a cell's value of `report.over`, over which losses are drawn and fitted; 0 if that is null."""
+        """Return a cell's place on the x axis, the value of `report.over`; 0 if `report.over` is null."""
         over = self.config.report.over
         if over is None:
             return 0.0
@@ -204,7 +204,7 @@ def read_sweep(file: Path, *, needs_data: bool) -> Sweep:
         needs_data: whether the token files must exist.
 
     Raises:
-        InputError: the file or cells are wrong; the message has a line for each problem.
+        InputError: the file or a cell is wrong; the message has a line for each problem.
     """
     config = build(read_values(file), SweepConfig)
     if file_problems := [*config.problems()]:
@@ -214,10 +214,10 @@ def read_sweep(file: Path, *, needs_data: bool) -> Sweep:
     if type(first_seed) is not int:
         raise InputError(f"training.seed is {first_seed!r}; it must be an integer, the first of the sweep's seeds")
     cells: list[Cell] = []
-    cells_of_problem: dict[str, list[str]] = {}
+    cells_by_problem: dict[str, list[str]] = {}
     names = []
     notify = functools.cache(print_on_stderr)  # prints a notice once, though every cell gives it
-    seed_numbers = range(bool(config.tune) + config.seeds)  # number 0 serves to tune, if an axis is tuned
+    seed_numbers = range(config.seeds + (1 if config.tune else 0))  # with `tune`, number 0 chooses the best points
     for point_names, number in itertools.product(itertools.product(*config.axes.values()), seed_numbers):
         points = dict(zip(config.axes, point_names, strict=True))
         seed = first_seed + number
@@ -234,19 +234,20 @@ def read_sweep(file: Path, *, needs_data: bool) -> Sweep:
         else:
             cells.append(Cell(name=name, points=points, tunes=config.tune is not None and number == 0, config=run))
         for problem in problems:
-            cells_of_problem.setdefault(problem, []).append(name)
+            cells_by_problem.setdefault(problem, []).append(name)
     lines = []
-    for problem, cell_names in cells_of_problem.items():
+    for problem, cell_names in cells_by_problem.items():
         more = f" and {len(cell_names) - 1} more" if len(cell_names) > 1 else ""
         where = "in every cell" if cell_names == names else f"cell {cell_names[0]}{more}"
         lines.append(f"{where}: {problem}")
     sweep = Sweep(file=file, config=config, cells=cells)
-    if lines := lines or _report_problems(sweep):
+    if lines := lines or _report_problems(sweep):  # which needs valid cells
         raise InputError("\n".join(lines))
     return sweep
 
 
 def _run_problems(config: RunConfig, *, needs_data: bool) -> list[str]:
+    """Return the problems of a cell's configuration: those that `train` would report, and epochs in place of steps."""
     if problems := config.section_problems(exclude=() if needs_data else ("data",)):
         return problems
     if config.training.epochs is not None:
@@ -262,15 +263,16 @@ def _report_problems(sweep: Sweep) -> list[str]:
     sets, perplexity = config.data.validation_sets, config.evaluation.perplexity
     known = [f"{VALIDATION_LOSS}/{name}" for name in sets]
     known += [*(f"eval/{name}{PERPLEXITY_LOSS_SUFFIX}" for name in perplexity.sets), LOSS]
-    may_be_of_a_group = perplexity.groups and (report.metric or "").endswith(PERPLEXITY_LOSS_SUFFIX)
+    # The names of a group's sets, dozens, are not checked.
+    may_be_in_a_group = perplexity.groups and (report.metric or "").endswith(PERPLEXITY_LOSS_SUFFIX)
     if report.metric is None and len(sets) != 1:
         number = plural(len(sets), "validation set")
         return [f"report.metric is not set, and the runs have {number}; name one of {', '.join(known)}"]
-    if report.metric is not None and report.metric not in known and not may_be_of_a_group:
+    if report.metric is not None and report.metric not in known and not may_be_in_a_group:
         return [f"report.metric is {report.metric}, no loss that the runs measure; they have {', '.join(known)}"]
     try:
         for cell in sweep.cells:
-            sweep.size_of(cell)  # raises if it is not a number
+            sweep.size_of(cell)  # raises if the field does not exist, or is not a number
     except (AttributeError, TypeError, ValueError):
         hint = advice(str(report.over)) or "name one"
         return [f"report.over is {report.over}, neither parameters, tokens nor a field that is a number; {hint}"]

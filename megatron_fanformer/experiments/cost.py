@@ -1,7 +1,7 @@
-"""Cost of a FANformer beside its Transformer: parameters and FLOPs by formula, memory counted on fake tensors.
+"""Compares a FANformer's cost with a Transformer's: parameters and FLOPs by formula, memory counted on fake tensors.
 
-The paper's 6.25% is FAN's share of a layer of 24 s d² FLOPs, for s tokens of width d, whose maps are queries, keys,
-values, output and the two of an FFN. The model's own FFN is a SwiGLU of three maps.
+The paper's 6.25% is the FLOPs of FAN over those of a layer, 24 s d² for s tokens of width d: the maps of queries, keys,
+values and output, and an FFN of two maps. The FFN of this project's model, a SwiGLU, has three maps.
 """
 
 from collections.abc import Iterator
@@ -23,11 +23,11 @@ from megatron_fanformer.plan.job import forward_flops_per_token
 from megatron_fanformer.plan.live_tensors import MemoryTracker
 
 MIB = 2**20
-HALF_BYTES = 2  # of a number in half precision
-PAPER_SIZE = "fanformer-1b"
-PAPER_FLOPS = 6.25  # percent, at most
+HALF_BYTES = 2  # bytes of a number in half precision
+PAPER_SIZE = "fanformer-1b"  # the preset whose memory the paper states
+PAPER_FLOPS = 6.25  # percent that a FANformer has more than its Transformer, at most
 PAPER_MEMORY = (4642.69, 4738.86)  # MB, allocated for OLMo-1B's and FANformer-1B's inference
-TWINS = ("-transformer", "", "-same-params")  # ends of the presets' names; "" is the FANformer's own
+TWINS = ("-transformer", "", "-same-params")  # suffixes of a size in the presets' names; "" is the FANformer
 
 
 class Cost(NamedTuple):
@@ -37,16 +37,16 @@ class Cost(NamedTuple):
     flops: int
     """FLOPs of a token's forward pass."""
     weight_bytes: int
-    """Bytes of the weights in half precision."""
+    """Bytes of all weights in half precision."""
     counted_bytes: int
     """Peak memory of a forward pass without gradients, weights included."""
 
 
 def measure(settings: CostSettings, _folder: Path, log: Log) -> Measured:
-    """Count the costs of every named size, and of the Transformers beside it.
+    """Count the costs of every size in `settings.presets`, as a Transformer and as both FANformers.
 
     Raises:
-        InputError: a preset does not exist.
+        InputError: a name in `settings.presets` is not a size.
     """
     if stray := [name for name in settings.presets if f"{name}-same-params" not in PRESETS]:
         sizes = [name for name in PRESETS if f"{name}-same-params" in PRESETS]
@@ -54,7 +54,7 @@ def measure(settings: CostSettings, _folder: Path, log: Log) -> Measured:
     costs = {}
     for name in settings.presets:
         for twin in TWINS:
-            # without vocabulary padding, which the model for transformers does not have
+            # The model for transformers has no vocabulary padding, so the formulas must not count any, either.
             config = replace(PRESETS[name + twin], make_vocab_size_divisible_by=1)
             costs[name + twin] = Cost(
                 parameters=config.num_parameters,
@@ -83,19 +83,19 @@ def _peak_bytes(config: FANformerConfig, length: int) -> int:
         ids = torch.zeros(1, length, dtype=torch.long)
         with MemoryTracker() as tracker:
             for weight in model.parameters():
-                weight.detach()  # an operation that returns the weight, by which the tracker counts it
+                weight.detach()  # the tracker counts tensors that operations return: this one returns the weight
             model(input_ids=ids, use_cache=True)
     return tracker.peak_bytes
 
 
-def _more(costs: dict[str, Cost], name: str, figure: str, twin: str = "") -> float:
-    """Return by how many percent a size, or its `twin`, has more of `figure`, a field of Cost, than its Transformer."""
-    return 100 * (getattr(costs[name + twin], figure) / getattr(costs[f"{name}-transformer"], figure) - 1)
+def _more_flops(costs: dict[str, Cost], name: str, suffix: str = "") -> float:
+    """Return how many percent more FLOPs the model `name` + `suffix` needs than the Transformer of the size `name`."""
+    return 100 * (costs[name + suffix].flops / costs[f"{name}-transformer"].flops - 1)
 
 
 def _findings(settings: CostSettings, costs: dict[str, Cost]) -> Iterator[Finding]:
     for name in settings.presets:
-        more = _more(costs, name, "flops")
+        more = _more_flops(costs, name)
         yield Finding(
             name=f"FLOPs of a forward pass more than the Transformer's, {name}",
             paper=f"at most {PAPER_FLOPS}%",
@@ -104,13 +104,12 @@ def _findings(settings: CostSettings, costs: dict[str, Cost]) -> Iterator[Findin
             shows=more <= PAPER_FLOPS,
             sentence=f"{name} needs {more:.2f}% more FLOPs than the Transformer of its shape, head and scores of "
             f"{settings.sequence_length:,} tokens included, and with the Transformer's parameters "
-            f"{_more(costs, name, 'flops', '-same-params'):+.2f}%.",
+            f"{_more_flops(costs, name, '-same-params'):+.2f}%.",
         )
     if PAPER_SIZE in settings.presets:
         fan, transformer = costs[PAPER_SIZE], costs[f"{PAPER_SIZE}-transformer"]
-        more_weights, more_peak = (
-            (getattr(fan, figure) - getattr(transformer, figure)) / MIB for figure in ("weight_bytes", "counted_bytes")
-        )
+        more_weights = (fan.weight_bytes - transformer.weight_bytes) / MIB
+        more_peak = (fan.counted_bytes - transformer.counted_bytes) / MIB
         low, high = PAPER_MEMORY
         yield Finding(
             name=f"memory of inference more than the Transformer's, {PAPER_SIZE}",

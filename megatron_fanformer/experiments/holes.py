@@ -1,9 +1,9 @@
-"""Leave-Square-Out: does a model learn the rule of an arithmetic task, or its cases?
+"""Leave-Square-Out: tests whether a model learns the rule of an arithmetic task, or memorizes cases.
 
-All pairs (a, b) of numbers from 0 to 112 have an answer. A square of pairs, the hole, is left out of the training: a
-model that has learned cases in place of the rule fails there. Tasks and holes are the paper's, after "Case-Based or
-Rule-Based: How Do Transformers Do the Math?" (Hu et al., 2024). The paper fine-tunes models of a billion parameters;
-here small ones are trained from scratch on sequences `a + b =` or `( a , b ) =`, each number a token.
+A task has an answer for each pair (a, b) of numbers from 0 to 112. A square of pairs, the hole, is left out of the
+training: a model that has memorized cases fails there. The paper takes tasks and holes from "Case-Based or Rule-Based:
+How Do Transformers Do the Math?" (Hu et al., 2024), and fine-tunes models of a billion parameters; here small models
+are trained from scratch on sequences `a + b =` or `( a , b ) =`, in which each number and sign is a token.
 
 Shapes: n pairs, s tokens, v vocabulary.
 """
@@ -29,30 +29,30 @@ from megatron_fanformer.experiments.result import Cell, Finding, Log, Measured, 
 from megatron_fanformer.experiments.twins import SAME_PARAMETERS, TRANSFORMER, fresh_model, small_fanformer, twins
 from megatron_fanformer.pictures import render_png
 
-NUMBERS = 113  # of each operand, from 0
+NUMBERS = 113  # values of each operand, from 0
 LARGEST_ANSWER = 3 * (NUMBERS - 1) + 3
 SYMBOLS = ("+", "=", "(", ",", ")")
 VOCABULARY = LARGEST_ANSWER + 1 + len(SYMBOLS)
-MARGIN = 10  # of the picture, around the hole
+MARGIN = 10  # numbers that the picture shows on each side of the hole
 PAPER = "OLMo-1B, fine-tuned: about 0 in the hole; FANformer-1B, fine-tuned: no obvious hole"
-PANEL = (3.6, 3.2)
+PANEL = (3.6, 3.2)  # inches
 CENTER: dict[Task, int] = {"modular": 56, "linear": 50}  # both coordinates of the hole's middle
-SCORED_PAIRS = 2048  # in a forward pass without gradients
-WARM_UP = 0.01
-LEAST_TRAINED = 0.99
+SCORED_PAIRS = 2048  # pairs in one forward pass without gradients
+WARM_UP = 0.01  # share of the steps
+LEAST_TRAINED = 0.99  # accuracy on the training pairs above which a model has learned them
 ARCHITECTURES = (TRANSFORMER, SAME_PARAMETERS)
-AXES = ("seeds", "tasks", "weight_decays")  # settings with several values, of which a run has one
+AXES = ("seeds", "tasks", "weight_decays")  # settings with several values; a run has one of each
 
 
 class Scores(NamedTuple):
-    """Mean scores of a set of pairs, from 0 to 1: right greedy answers, and the probability of the right answer."""
+    """Mean scores of a set of pairs, from 0 to 1."""
 
-    greedy: float
-    probability: float
+    greedy: float  # share of pairs whose likeliest answer is right
+    probability: float  # of the right answer
 
 
 class Pairs(NamedTuple):
-    """A task's pairs: as tokens, and which of them are in the hole."""
+    """All pairs of a task: as tokens, with their answers, and whether they are in the hole."""
 
     tokens_ns: Tensor
     answers_n: Tensor
@@ -60,7 +60,7 @@ class Pairs(NamedTuple):
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one trained model, as its file has it."""
+    """The result of one trained model, as stored in a file of the folder `runs`."""
 
     settings: dict[str, Any] = msgspec.field(name="asked")
     """All settings that determine the run."""
@@ -68,16 +68,15 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """Scores on all pairs on which the model was trained."""
     hole: Scores
     map: list[list[float]]
-    """The probability of the right answer on and around the hole, by a and b."""
+    """The probability of the right answer on and around the hole: a row for each a, a column for each b."""
     seconds: float
 
 
-Runs = dict[tuple[Task, float, str], list[Run]]
-"""Runs by task, weight decay and architecture, one for each seed."""
+Runs = dict[tuple[Task, float, str], list[Run]]  # by task, weight decay and architecture: a run for each seed
 
 
 def measure(settings: HolesSettings, folder: Path, log: Log) -> Measured:
-    """Train every model with every seed and weight decay; runs that the folder has already are not trained again.
+    """Train every model with every seed and weight decay, except for runs that are already in `folder`.
 
     Raises:
         CorruptError: a run's file in the folder is damaged.
@@ -118,7 +117,7 @@ def _read_run(file: Path) -> Run | None:
 
 
 def all_pairs(task: Task, half_side: int) -> Pairs:
-    """Return all pairs, ordered by a, then b."""
+    """Return all pairs of a task, ordered by a, then b; the hole has `half_side` numbers on each side of its center."""
     a, b = (grid.flatten() for grid in torch.meshgrid(torch.arange(NUMBERS), torch.arange(NUMBERS), indexing="ij"))
     plus, equals, left, comma, right = (
         torch.full_like(a, LARGEST_ANSWER + 1 + number) for number in range(len(SYMBOLS))
@@ -130,16 +129,20 @@ def all_pairs(task: Task, half_side: int) -> Pairs:
 
 
 def train(settings: HolesSettings, run_settings: dict[str, Any]) -> Run:
-    """Train one model on the pairs outside the hole, in an order that depends on the seed alone, and score it."""
+    """Train one model on the pairs outside the hole, in an order that depends on the seed alone, and score the model.
+
+    `run_settings` has the settings of this run alone: the architecture, and one value for each of `AXES`.
+    """
     started = time.perf_counter()
     task, weight_decay, seed = (run_settings[name] for name in ("task", "weight_decay", "seed"))
     shape = small_fanformer(settings.num_layers, settings.hidden_size, settings.num_heads, VOCABULARY)
     model = fresh_model(twins(shape)[run_settings["architecture"]], seed)
     pairs = all_pairs(task, settings.half_side)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=weight_decay)
-    warm_up, cooldown = (max(1, round(share * settings.steps)) for share in (WARM_UP, settings.cooldown))  # in steps
+    warm_up_steps = max(1, round(WARM_UP * settings.steps))
+    cooldown_steps = max(1, round(settings.cooldown * settings.steps))
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / warm_up, (settings.steps - step) / cooldown)
+        optimizer, lambda step: min(1.0, (step + 1) / warm_up_steps, (settings.steps - step) / cooldown_steps)
     )
 
     def logits(tokens_ns: Tensor) -> Tensor:
@@ -152,12 +155,12 @@ def train(settings: HolesSettings, run_settings: dict[str, Any]) -> Run:
         loss.backward()
         optimizer.step()
         schedule.step()
-    probability, right = score(logits, pairs, settings.temperature)
+    probability_n, is_right_n = score(logits, pairs, settings.temperature)
     first, last = _around(task, settings.half_side)
-    map_ab = probability.view(NUMBERS, NUMBERS)[first : last + 1, first : last + 1]
+    map_ab = probability_n.view(NUMBERS, NUMBERS)[first : last + 1, first : last + 1]
     trained, hole = (
-        Scores(right[scored].double().mean().item(), probability[scored].mean().item())
-        for scored in (~pairs.in_hole_n, pairs.in_hole_n)
+        Scores(is_right_n[scored_n].double().mean().item(), probability_n[scored_n].mean().item())
+        for scored_n in (~pairs.in_hole_n, pairs.in_hole_n)
     )
     return Run(
         settings=run_settings,
@@ -169,13 +172,13 @@ def train(settings: HolesSettings, run_settings: dict[str, Any]) -> Run:
 
 
 def _around(task: Task, half_side: int) -> tuple[int, int]:
-    """Return the first and the last number of the picture: the hole and the margin around it, as far as numbers go."""
+    """Return the first and the last number in the picture, which shows the hole and, within all numbers, a margin."""
     reach = half_side + MARGIN
     return max(CENTER[task] - reach, 0), min(CENTER[task] + reach, NUMBERS - 1)
 
 
 def _batches(pairs: Pairs, settings: HolesSettings, seed: int) -> Iterator[Tensor]:
-    """Yield a batch of pairs outside the hole, by their places in `pairs`, for each step; each epoch in a new order."""
+    """Yield for each step a batch of indices of pairs outside the hole; every epoch has a new order."""
     outside = torch.nonzero(~pairs.in_hole_n)[:, 0]
     order = torch.Generator().manual_seed(seed)
     size = min(settings.batch_size, len(outside))
@@ -184,7 +187,7 @@ def _batches(pairs: Pairs, settings: HolesSettings, seed: int) -> Iterator[Tenso
         for batch in outside[torch.randperm(len(outside), generator=order)].split(size):
             if step == settings.steps:
                 return
-            if len(batch) == size:  # the last one of an epoch may be smaller, and is left out
+            if len(batch) == size:  # the last batch of an epoch may be smaller, and is left out
                 step += 1
                 yield batch
 
@@ -194,26 +197,25 @@ def score(logits: Callable[[Tensor], Tensor], pairs: Pairs, temperature: float) 
     """Return each pair's probability of the right answer at a temperature, and whether that answer is the likeliest.
 
     Args:
-        logits: returns the logits of the answer, [n, v], for tokens [n, s].
+        logits: takes tokens [n, s], and returns the logits of the answer [n, v].
     """
-    probabilities, right = [], []
+    probabilities, is_right = [], []
     for tokens_ns, answers_n in zip(
         pairs.tokens_ns.split(SCORED_PAIRS), pairs.answers_n.split(SCORED_PAIRS), strict=True
     ):
         logits_nv = logits(tokens_ns).double()
         probabilities.append((logits_nv / temperature).softmax(-1).gather(1, answers_n[:, None])[:, 0])
-        right.append(logits_nv.argmax(-1) == answers_n)
-    return torch.cat(probabilities), torch.cat(right)
+        is_right.append(logits_nv.argmax(-1) == answers_n)
+    return torch.cat(probabilities), torch.cat(is_right)
 
 
 # -- findings
 
 
 def _trained(runs: Runs) -> Iterator[Finding]:
-    """Yield each model's least accuracy on its training pairs: if that is low, the hole shows nothing."""
+    """Yield each model's least accuracy on its training pairs: if it is low, an error in the hole shows nothing."""
     for architecture in ARCHITECTURES:
-        architecture_runs = [run for (_, _, name), by_seed in runs.items() if name == architecture for run in by_seed]
-        least = min(run.trained.greedy for run in architecture_runs)
+        least = min(run.trained.greedy for key, by_seed in runs.items() if architecture in key for run in by_seed)
         yield Finding(
             name=f"pairs trained on, least accuracy, {architecture}",
             paper="about 100%",
@@ -257,7 +259,7 @@ def _table(runs: Runs) -> Table:
 
 
 def _picture(settings: HolesSettings, task: Task, runs: Runs) -> bytes:
-    """Draw mean probabilities on and around the hole, and the hole's edge: models by row, weight decays by column."""
+    """Draw mean probabilities on and around the hole, with its edge; a row for each model, a column for each decay."""
     first, last = _around(task, settings.half_side)
     near, far = CENTER[task] - settings.half_side - 0.5, CENTER[task] + settings.half_side + 0.5
 

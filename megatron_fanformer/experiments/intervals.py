@@ -1,12 +1,12 @@
-"""Intervals and tests over seeds, by Student's t; power laws of the loss, and the saving of one curve over another.
+"""Computes intervals and p values over seeds, by Student's t; fits power laws of the loss, and compares their curves.
 
-With five seeds, t is wide (2.78 standard errors on either side) and needs losses that are about normal; the bootstrap
-of five values is narrower than it should be (Efron and Tibshirani, An Introduction to the Bootstrap, 12.4).
+Student's t assumes losses that are about normal, and with five seeds it is wide (2.78 standard errors to either side);
+but a bootstrap of five values would be too narrow (Efron and Tibshirani, An Introduction to the Bootstrap, 12.4).
 
-Power laws L(x) = E + A·x^(−α), x the parameters or the tokens, are fitted by least squares: linear in E and A, and over
-a grid of all sensible α (variable projection: Golub and Pereyra, SIAM J. Numer. Anal. 10, 1973). Their intervals are by
-the bootstrap of residuals. Residuals of n points around a curve with three parameters are too small by √((n − 3)/n),
-and the spread of few residuals is itself uncertain, as Student's t says: residuals are scaled by both.
+Power laws L(x) = E + A·x^(−α), where x counts parameters or tokens, are fitted by least squares: E and A by linear
+regression for each α of a grid (variable projection: Golub and Pereyra, SIAM J. Numer. Anal. 10, 1973). Intervals come
+from a bootstrap of residuals, which are scaled up before: residuals of n points around a curve with three parameters
+are too small by √((n − 3)/n), and their spread, if they are few, is as uncertain as Student's t is wider than a normal.
 """
 
 import functools
@@ -17,22 +17,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 FEWEST_SEEDS = 3
-"""The fewest seeds that show anything: with two, t is 12.7 standard errors on either side, and a fourth seed often
-falls outside."""
+"""The fewest seeds that can show an effect: with two, an interval is 12.7 standard errors to either side."""
 FEWEST_STEPS = 50
-"""The fewest steps that show anything: shorter runs are a warm-up, whose losses say nothing about trained models."""
-EXPONENTS = np.geomspace(0.02, 3.0, 400)  # 1.3% apart; published ones lie between 0.05 and 0.8
-PARAMETERS = 3
-LEAST_FREEDOM = 2  # points beyond the parameters, below which no interval is given
-DRAWS = 1000
+"""The fewest steps that can show an effect: losses during a warm-up say nothing about trained models."""
+EXPONENTS = np.geomspace(0.02, 3.0, 400)  # values of α, 1.3% apart; published ones lie between 0.05 and 0.8
+PARAMETERS = 3  # of a curve: E, A and α
+LEAST_FREEDOM = 2  # degrees of freedom of a fit (points beyond the parameters) below which it gets no interval
+DRAWS = 1000  # of the bootstrap
 NORMAL = 1.959964  # 97.5% quantile of a normal distribution
 
 Interval = tuple[float, float]
-"""The two ends of a 95% interval; an end may be infinite."""
+"""The low and the high end of a 95% interval; both may be infinite."""
 
 
 class Mean(NamedTuple):
-    """A mean with its interval; a single value has none."""
+    """A mean over seeds with its 95% interval, which is None for a single seed."""
 
     value: float
     interval: Interval | None
@@ -40,20 +39,20 @@ class Mean(NamedTuple):
 
 @functools.cache
 def t_quantile(freedom: int) -> float:
-    """Return half of a 95% interval in standard errors: Student's t at 97.5%, for at least one degree of freedom."""
+    """Return the 97.5% quantile of Student's t, half of a 95% interval in standard errors; `freedom` is at least 1."""
     low, high = 0.0, 100.0
-    while low < (middle := (low + high) / 2) < high:  # until no number lies between low and high
-        low, high = (middle, high) if _outside(middle, freedom) > 0.05 else (low, middle)
+    while low < (middle := (low + high) / 2) < high:  # bisects until no float lies between low and high
+        low, high = (middle, high) if _probability_outside(middle, freedom) > 0.05 else (low, middle)
     return middle
 
 
 def standard_error(values: Sequence[float] | np.ndarray) -> Any:
-    """Return the standard error of the mean over the first axis, which has a value for each seed, at least two."""
+    """Return the standard error of the mean over the first axis, which has a value for each of two or more seeds."""
     return np.std(values, axis=0, ddof=1) / math.sqrt(len(values))
 
 
 def mean_of(values: Sequence[float]) -> Mean:
-    """Return the mean of one value for each seed, with its 95% interval."""
+    """Return the mean of `values`, one for each seed, with its 95% interval."""
     mean = float(np.mean(values))
     if len(values) < 2:
         return Mean(mean, None)
@@ -62,13 +61,13 @@ def mean_of(values: Sequence[float]) -> Mean:
 
 
 def ratio_mean(values: Sequence[float]) -> Mean:
-    """Return the geometric mean of one ratio per seed, with its 95% interval, both from logarithms."""
+    """Return the geometric mean of ratios, one for each seed, with its 95% interval; both are taken of logarithms."""
     mean, interval = mean_of([math.log(value) for value in values])
     return Mean(math.exp(mean), None if interval is None else (math.exp(interval[0]), math.exp(interval[1])))
 
 
 def too_little(*, seeds: int, steps: int) -> str:
-    """Return why so few seeds or steps cannot show anything; empty if they are enough."""
+    """Return the reason why so few seeds or steps cannot show an effect; an empty text if there are enough."""
     if seeds < FEWEST_SEEDS:
         return f"{seeds} {'seed is' if seeds == 1 else 'seeds are'} fewer than {FEWEST_SEEDS}: inconclusive"
     return f"{steps:,} steps are fewer than {FEWEST_STEPS:,}: inconclusive" if steps < FEWEST_STEPS else ""
@@ -78,10 +77,10 @@ def p_value(values: Sequence[float]) -> float:
     """Return the two-sided p value of the hypothesis that the mean is 0, by Student's t; `values` has two or more."""
     error, distance = float(standard_error(values)), abs(float(np.mean(values)))
     # If the standard error is 0, all values are equal: p is 1 if they are 0, and 0 otherwise.
-    return _outside(distance / error, len(values) - 1) if error > 0 else float(distance == 0)
+    return _probability_outside(distance / error, len(values) - 1) if error > 0 else float(distance == 0)
 
 
-def _outside(t: float, freedom: int) -> float:
+def _probability_outside(t: float, freedom: int) -> float:
     """Return the probability that Student's t is further from 0 than `t`: Abramowitz and Stegun, 26.7.3 and 26.7.4."""
     angle, is_odd = math.atan2(t, math.sqrt(freedom)), freedom % 2
     sine, cosine = math.sin(angle), math.cos(angle)
@@ -125,18 +124,18 @@ class Fit(NamedTuple):
 
     curve: Curve
     draws: np.ndarray
-    """[draws, 3]: E, A and α of the bootstrap's curves; no rows where there are too few points for an interval."""
+    """[draws, 3]: E, A and α of the bootstrap's curves; without rows if there are too few points for an interval."""
 
 
 class Saving(NamedTuple):
-    """The share of the baseline's largest x at which a curve reaches the baseline's loss."""
+    """Compares a curve with a baseline's: the x at which the curve has the loss of the baseline's largest x."""
 
     loss: float
     """The baseline's loss at its largest x, by its curve."""
     share: float
-    """The curve's x for this loss over the baseline's largest x; infinite if the curve never reaches the loss."""
+    """The curve's x for this loss, over the baseline's largest x; infinite if the curve never reaches the loss."""
     interval: Interval | None
-    """95% interval of the share; None with too few points."""
+    """95% interval of the share; None if there are too few points."""
 
 
 def fit_together(
@@ -148,11 +147,11 @@ def fit_together(
     points in every set, since runs of one seed see the same samples.
 
     Args:
-        xs: [k, n], the parameters or tokens of the n points of each of k sets; at least three different ones in a set.
-        losses: [k, n], the losses of these points.
+        xs: [k, n], the parameters or tokens of the n points of each of k sets; a set has at least three different ones.
+        losses: [k, n], the losses at these points.
     """
     n = len(xs[0])
-    drawn = np.random.default_rng(seed).integers(n, size=(draws, n))
+    drawn_points = np.random.default_rng(seed).integers(n, size=(draws, n))
     freedom = n - PARAMETERS
     fits = []
     for x, loss in zip(np.asarray(xs, dtype=float), np.asarray(losses, dtype=float), strict=True):
@@ -161,16 +160,16 @@ def fit_together(
         if freedom >= LEAST_FREEDOM:
             residuals = loss - curve.loss(x)
             scale = math.sqrt(n / freedom) * t_quantile(freedom) / NORMAL  # explained at the top of this file
-            curves = _best_curves(x, curve.loss(x) + scale * (residuals - residuals.mean())[drawn])
+            curves = _best_curves(x, curve.loss(x) + scale * (residuals - residuals.mean())[drawn_points])
         fits.append(Fit(curve, curves))
     return fits
 
 
 def saving(baseline: Fit, other: Fit, largest: float) -> Saving:
-    """Return at which share of `largest` the curve of `other` has the loss that `baseline`'s has at `largest`.
+    """Return the share of `largest` at which the curve of `other` has the loss that the baseline's has at `largest`.
 
     Args:
-        baseline, other: fits of one call of `fit_together`.
+        baseline, other: fits that one call of `fit_together` returned.
         largest: the largest x of the baseline's points.
     """
     loss = baseline.curve.loss(largest)
@@ -179,13 +178,13 @@ def saving(baseline: Fit, other: Fit, largest: float) -> Saving:
         return Saving(loss, share, None)
     e, a, alpha = baseline.draws.T
     shares = _x_at_losses(other.draws, e + a * largest**-alpha) / largest
-    low, high = np.quantile(shares, (0.025, 0.975), method="nearest").tolist()  # infinite shares have no mean
+    low, high = np.quantile(shares, (0.025, 0.975), method="nearest").tolist()  # infinite shares cannot be interpolated
     return Saving(loss, share, (low, high))
 
 
 def _best_curves(x: np.ndarray, losses: np.ndarray) -> np.ndarray:
     """Return [k, 3]: E, A and α of the curve nearest to each row of `losses` [k, n], with E and A not negative."""
-    scale = math.exp(np.mean(np.log(x)))  # x / scale is about 1, and its powers do not vanish
+    scale = math.exp(np.mean(np.log(x)))  # x / scale is about 1, so that its powers do not underflow
     mean = losses.mean(axis=1)
     curves, least = np.empty((len(losses), PARAMETERS)), np.full(len(losses), np.inf)
     for alpha in EXPONENTS:
@@ -193,7 +192,7 @@ def _best_curves(x: np.ndarray, losses: np.ndarray) -> np.ndarray:
         centered = power - power.mean()
         a = np.maximum((losses - mean[:, None]) @ centered / (centered @ centered), 0.0)
         e = mean - a * power.mean()
-        # Squares are convex in E and A: where the best E is negative, the best allowed one is 0.
+        # The sum of squares is convex in E and A: where the best E is negative, the best allowed E is 0.
         a = np.where(e < 0, losses @ power / (power @ power), a)
         e = np.maximum(e, 0.0)
         squares = ((losses - e[:, None] - a[:, None] * power) ** 2).sum(axis=1)
@@ -204,10 +203,10 @@ def _best_curves(x: np.ndarray, losses: np.ndarray) -> np.ndarray:
 
 
 def _x_at_losses(curves: np.ndarray, losses: np.ndarray) -> np.ndarray:
-    """Return the x at which each of k curves [k, 3] has its loss [k]: infinity if a curve lies above, 0 if below."""
+    """Return the x at which each of k curves [k, 3] has its loss [k]: infinity for a curve above the loss, 0 below."""
     e, a, alpha = curves.T
     above_e = losses - e
     is_reached = (above_e > 0) & (a > 0)
-    with np.errstate(over="ignore", divide="ignore"):
+    with np.errstate(over="ignore", divide="ignore"):  # an x too large for a float is infinite
         x = (a / np.where(is_reached, above_e, 1.0)) ** (1 / alpha)
     return np.where(is_reached, x, np.where(above_e > 0, 0.0, np.inf))

@@ -1,4 +1,4 @@
-"""Lipschitz constants by depth: the largest ‖f(x + e) − f(x)‖ / ‖e‖ over a few inputs, at random weights.
+"""Measures Lipschitz constants of random models by depth: the largest ‖f(x + e) − f(x)‖ / ‖e‖ over a few inputs.
 
 The models and the order of random numbers are those of the authors' notebook (Calculate_Lipschitz.ipynb): convolutions
 with batch norm, a Transformer with its norm after the sum, and the same with a FAN layer before queries, keys and
@@ -23,7 +23,7 @@ from megatron_fanformer.experiments.result import Cell, Finding, Log, Measured, 
 from megatron_fanformer.experiments.twins import FFN_RATIO, FANLayer
 
 MODELS = ("MLP", "Transformer", "FANformer")
-PRINTED = {  # by the notebook, for its settings and seed 0
+PRINTED = {  # the constants of MODELS by depth, as the notebook prints them for its settings and seed 0
     1: (4.1372, 4.5026, 6.1521),
     2: (7.0347, 7.3858, 11.2465),
     4: (12.3073, 13.0271, 24.0606),
@@ -36,18 +36,17 @@ GAIN = math.sqrt(2.0)
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 PAPER = "FANformer above the Transformer, by 27.3% in deep configurations"
 
-Constants = dict[tuple[str, str], list[float]]
-"""A constant for each depth, by model and number format."""
+Constants = dict[tuple[str, str], list[float]]  # by model and number format: a constant for each depth
 
 
 def measure(settings: LipschitzSettings, _folder: Path, log: Log) -> Measured:
     """Measure the constants of the notebook's models with every seed."""
     by_seed = [constants(settings, seed, log) for seed in range(settings.seeds)]
     rows: list[list[Cell]] = []
-    for number, depth in enumerate(settings.depths):
-        for place, model in enumerate(MODELS):
-            printed = PRINTED[depth][place] if depth in PRINTED else None
-            rows.append([depth, model, printed, *(by_seed[0][model, dtype][number] for dtype in DTYPES)])
+    for depth_index, depth in enumerate(settings.depths):
+        for model_index, model in enumerate(MODELS):
+            printed = PRINTED[depth][model_index] if depth in PRINTED else None
+            rows.append([depth, model, printed, *(by_seed[0][model, dtype][depth_index] for dtype in DTYPES)])
     table = Table(title="Constants of seed 0", columns=["layers", "model", "the notebook's own", *DTYPES], rows=rows)
     return Measured(findings=list(_findings(settings, by_seed)), tables=[table])
 
@@ -56,7 +55,7 @@ def measure(settings: LipschitzSettings, _folder: Path, log: Log) -> Measured:
 
 
 class _Block(nn.Module):
-    """A layer [b, s, h] -> [b, s, h]; making a map draws random weights, so the order of maps is the notebook's."""
+    """A layer [b, s, h] -> [b, s, h]. New maps draw random weights: they are created in the notebook's order."""
 
     def __init__(self, settings: LipschitzSettings, *, has_fan: bool) -> None:
         super().__init__()
@@ -161,12 +160,12 @@ def _findings(settings: LipschitzSettings, by_seed: Sequence[Constants]) -> Iter
             sentence=f"In {dtype} the FANformer spreads near inputs {ours:.3g} times as far as the Transformer at "
             f"{depth} layers of random weights{spread}.",
         )
-    changed = max(measured["FANformer", "float32"][-1] / measured["FANformer", "float64"][-1] for measured in by_seed)
+    largest = max(measured["FANformer", "float32"][-1] / measured["FANformer", "float64"][-1] for measured in by_seed)
     yield Finding(
         name=f"the FANformer's constant at {depth} layers, float32 over float64",
-        ours=changed,
+        ours=largest,
         unit="ratio",
         shows=None,
-        sentence=f"In float32 the FANformer's constant at {depth} layers is {changed:.3g} times that of float64: the "
+        sentence=f"In float32 the FANformer's constant at {depth} layers is {largest:.3g} times that of float64: the "
         f"difference of {settings.epsilon:g} is near the rounding of the numbers that carry it.",
     )

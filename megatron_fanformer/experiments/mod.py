@@ -1,9 +1,9 @@
-"""The fit of t mod 5 inside and outside the range of its samples (fig. 1a of the paper).
+"""Measures how well models fit t mod 5 inside and outside the range of their samples (fig. 1a of the paper).
 
 Two controls read the number t itself: an original FAN network (Dong et al., 2024) and an MLP of as many parameters. A
-Transformer and a FANformer of as many parameters read t as a sequence of one token. The norms of these two divide by
-|t|, which leaves little more than the sign of t: so a FANformer without the attention's norm is measured, too. Errors
-are mean squares over an even grid; a model that always answers the mean has 25/12.
+Transformer and a FANformer of as many parameters read t as a sequence of one token. Their norms divide by |t|, which
+leaves little more than the sign of t: so a FANformer without the attention's norm is measured, too. Errors are mean
+squares over an even grid; a model that always answers the mean has 25/12.
 """
 
 import math
@@ -34,15 +34,14 @@ from megatron_fanformer.pictures import render_png
 
 PERIOD = 5.0
 NUM_HEADS = 4
-GRID = 4000  # points of an error's estimate
+GRID = 4000  # points at which an error is measured
 FAN, MLP = "FAN network", "MLP"
 WITHOUT_NORM = "FANformer without the attention's norm"
 PAIRS = ((FAN, MLP), (SAME_PARAMETERS, TRANSFORMER), (WITHOUT_NORM, SAME_PARAMETERS))
-"""Compared pairs: the first model's error over the second's."""
+"""Pairs of models to compare: the first model's error is divided by the second's."""
 PAPER = "FANformer fits t mod 5 outside its range, a Transformer does not (curves alone)"
 
-Errors = dict[str, dict[str, list[float]]]
-"""The errors `inside` and `outside` by model, one for each seed."""
+Errors = dict[str, dict[str, list[float]]]  # by model, then by "inside" or "outside" the range: an error for each seed
 
 
 def measure(settings: ModSettings, _folder: Path, log: Log) -> Measured:
@@ -73,14 +72,14 @@ def measure(settings: ModSettings, _folder: Path, log: Log) -> Measured:
 class Training(NamedTuple):
     """The training of one model."""
 
-    half_range: float
+    half_range: float  # samples lie within ± this
     steps: int
-    rate: float
+    rate: float  # the learning rate at the start
     batch_size: int
 
 
 class OneToken(nn.Module):
-    """A language model's layers on b numbers, each as a sequence of one token: [b, 1] -> [b, 1]."""
+    """Applies a language model's layers to b numbers, each a sequence of one token: [b, 1] -> [b, 1]."""
 
     def __init__(self, config: FANformerConfig, scale: float, seed: int, *, has_norm: bool = True) -> None:
         super().__init__()
@@ -98,14 +97,14 @@ class OneToken(nn.Module):
 
 
 def _mlp(parameters: int) -> nn.Module:
-    """Return an MLP with about `parameters` parameters: w wide, it has 2 w² + 5 w + 1."""
+    """Return an MLP with about `parameters` parameters; an MLP of width w has 2 w² + 5 w + 1."""
     width = round((math.sqrt(25 + 8 * (parameters - 1)) - 5) / 4)
     hidden = [layer for _ in range(2) for layer in (nn.Linear(width, width), nn.GELU())]
     return nn.Sequential(nn.Linear(1, width), *hidden, nn.Linear(width, 1))
 
 
 def _models(settings: ModSettings, seed: int) -> Iterator[tuple[str, nn.Module, Training]]:
-    """Yield the name, the model and the training of every model, with weights of a seed."""
+    """Yield every model, with random weights of a seed, after its name and before its training."""
     size = settings.control_size
     control = Training(settings.half_range, settings.control_steps, settings.control_rate, settings.batch_size)
     fan = seeded(

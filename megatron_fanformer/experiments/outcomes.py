@@ -1,7 +1,7 @@
-"""States and results of a sweep's cells, from the runs' folders; the best points of a tuned axis; cells that are due.
+"""Reads states and results of a sweep's cells from the runs' folders; chooses a tuned axis's points; lists due cells.
 
-An axis such as the learning rates may be tuned, so that every compared model has the point that suits it best. Runs of
-the first seed choose the point, and runs of later seeds are compared: no model profits from the choice by luck.
+An axis such as the learning rates may be tuned: then every compared model has the point that suits the model best. Runs
+of the first seed choose the point, and runs of later seeds are compared: no model profits from the choice by luck.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,40 +17,40 @@ from megatron_fanformer.train.config import config_from_dict
 from megatron_fanformer.train.metrics import PERPLEXITY_LOSS_SUFFIX, read_metrics
 
 State = Literal["complete", "failed", "begun", "to come"]
-DIVERGED = f"exit code {DivergenceError.exit_code}"  # a line of a cell's .failed
+DIVERGED = f"exit code {DivergenceError.exit_code}"  # the line in the .failed of a cell that diverged
 DETERMINING = ("model", "data", "optimizer", "schedule", "training")
-"""The sections of a configuration that decide what a run learns, up to rounding."""
+"""The sections of a configuration that decide the weights of a run, up to rounding."""
 MACHINE_FIELDS = {
     *(f"training.{name}" for name in ("run_dir", "micro_batch_size", "eval_interval")),
     *ENDING_EARLY,
     "data.num_workers",
     "data.cache_path",
-    "data.allow_change",  # holds for one start alone: the trainer itself refuses other data
+    "data.allow_change",  # applies to one start only: otherwise the trainer refuses changed data
 }
-"""Fields of these sections that do not decide what a run learns: its folder, when it pauses and evaluates (it always
-evaluates after its last step), and how its machine reads and computes. A run fills in fields left to the machine."""
+"""Fields of these sections that do not decide a run's weights: the folder, when the run pauses and evaluates (each run
+evaluates after the last step), and how the machine reads and computes. A run may fill in those left to the machine."""
 CUTTING = ("chunk_tokens", "limit_tokens", "npy_dtype", "folder")
-"""Fields of `evaluation.perplexity` that decide which tokens of a set are scored, and their context."""
+"""Fields of `evaluation.perplexity` that decide which tokens of a set are scored, and with what context."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The state of a cell, as its folder shows it."""
+    """The state of a cell, as the folder of the cell's run shows it."""
 
     cell: Cell
     state: State
     step: int
-    """The last step in its metrics; 0 before the first."""
+    """The last step in the run's metrics; 0 before the first step."""
     failure: list[str]
-    """The lines of the last run's error and exit code; none if it did not fail."""
+    """The error of the last start and, in a second line, its exit code; empty unless the state is "failed"."""
     loss: float | None
     """The loss by the sweep's metric; None if the run is not complete, or lacks the metric."""
     seconds: float
-    """Time of the run's training steps."""
+    """Sum of the times of the run's training steps."""
 
     @property
     def diverged(self) -> bool:
-        """Return whether the run diverged, which too high a learning rate causes again at every try."""
+        """Return whether the run diverged, as with too high a learning rate; it would diverge again at every try."""
         return DIVERGED in self.failure[1:]
 
     def __str__(self) -> str:
@@ -72,12 +72,12 @@ def outcome(sweep: Sweep, cell: Cell) -> Outcome:
     metrics = read_metrics(cell.run) if (cell.run / run_folder.METRICS).exists() else []
     state: State = "begun" if metrics else "to come"
     loss, failure = None, list[str]()
-    saved = run_folder.complete_checkpoints(cell.run)
-    # A checkpoint of the last step is written after the metrics of that step.
-    if saved and (run_folder.step_of(saved[-1]) or 0) >= cell.config.training.steps:
+    checkpoints = run_folder.complete_checkpoints(cell.run)
+    # A step's checkpoint is written after the step's metrics: if the last step has one, the metrics are complete.
+    if checkpoints and (run_folder.step_of(checkpoints[-1]) or 0) >= cell.config.training.steps:
         state = "complete"
-        number = sweep.config.report.average_steps if sweep.metric == LOSS else 1
-        losses = [entry[sweep.metric] for entry in metrics[-number:] if entry.get(sweep.metric) is not None]
+        num_steps = sweep.config.report.average_steps if sweep.metric == LOSS else 1
+        losses = [entry[sweep.metric] for entry in metrics[-num_steps:] if entry.get(sweep.metric) is not None]
         loss = float(np.mean(losses)) if losses else None
     elif (file := cell.beside(".failed")).is_file():
         state, failure = "failed", file.read_text(encoding="utf-8").splitlines()
@@ -92,10 +92,10 @@ def outcome(sweep: Sweep, cell: Cell) -> Outcome:
 
 
 def outcomes(sweep: Sweep) -> list[Outcome]:
-    """Return the state and result of all cells, also of those at points of the tuned axis that are not the best.
+    """Return the state and result of all cells, also of cells at points of the tuned axis that are not the best.
 
     Raises:
-        InputError: runs in the folder have other configurations than the file's; the message has a line for each run.
+        InputError: runs in the folder have other configurations than the cells; the message has a line for each run.
     """
     if problems := [problem for cell in sweep.cells if (problem := _difference(cell, sweep.metric)) is not None]:
         raise InputError("\n".join(problems))
@@ -103,19 +103,19 @@ def outcomes(sweep: Sweep) -> list[Outcome]:
 
 
 def _difference(cell: Cell, metric: str) -> str | None:
-    """Describe a field in which the run in a cell's folder differs from the cell; None if no field does, or no run."""
+    """Return a message on a field in which the run in a cell's folder differs from the cell; None if none does."""
     file = cell.run / run_folder.CONFIG
     if not file.is_file():
         return None
-    run = config_from_dict(run_folder.read_mapping(file), report=lambda _notice: None)
-    saved, planned = (
+    run_config = config_from_dict(run_folder.read_mapping(file), report=lambda _notice: None)
+    run_fields, cell_fields = (
         determining_fields(config.as_dict()) | _measuring_fields(config.as_dict(), metric)
-        for config in (run, cell.config)
+        for config in (run_config, cell.config)
     )
-    for name, value in planned.items():
-        if saved.get(name) != value:
+    for name, value in cell_fields.items():
+        if run_fields.get(name) != value:
             return (
-                f"{cell.run} has a run with {name} {saved.get(name)}, and the sweep's file makes it {value}; name "
+                f"{cell.run} has a run with {name} {run_fields.get(name)}, and the sweep's file makes it {value}; name "
                 "another folder, or remove that one"
             )
     return None
@@ -128,10 +128,10 @@ def determining_fields(values: Mapping[str, Any], sections: Sequence[str] = DETE
 
 
 def _measuring_fields(values: Mapping[str, Any], metric: str) -> dict[str, Any]:
-    """Return the fields of `evaluation` that decide how `metric`, if it is a perplexity set's loss, is measured."""
+    """Return the fields of `evaluation` that decide how a perplexity set's loss is measured; {} for another metric."""
     if not metric.endswith(PERPLEXITY_LOSS_SUFFIX):
         return {}
-    perplexity, name = values["evaluation"]["perplexity"], metric.split("/")[1]
+    perplexity, name = values["evaluation"]["perplexity"], metric.split("/")[1]  # metric: eval/NAME/SUFFIX
     fields = {f"sets.{name}": perplexity["sets"].get(name), **{field: perplexity[field] for field in CUTTING}}
     return {f"evaluation.perplexity.{field}": value for field, value in fields.items()}
 
@@ -145,7 +145,7 @@ class Choice(NamedTuple):
     points: dict[str, str]
     """The point on each of the other axes."""
     losses: dict[str, float | None]
-    """Loss by point of the tuned axis; None if the run is not complete, or diverged."""
+    """Losses by the tuned axis's points; None for a run that is not complete, or diverged."""
     best: str | None
     """The point with the lowest loss; None until all these runs have ended, or if all diverged."""
 
@@ -159,23 +159,23 @@ class Choice(NamedTuple):
 def choices(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[Choice]:
     """Return the choice for each combination of points of the axes that are not tuned, in the order of the cells."""
     axis = sweep.config.tune
-    tuning: dict[tuple[tuple[str, str], ...], list[Outcome]] = {}
+    runs_by_others: dict[tuple[tuple[str, str], ...], list[Outcome]] = {}  # by the points on the other axes
     for outcome in outcomes:
         if outcome.cell.tunes:
             others = tuple((name, point) for name, point in outcome.cell.points.items() if name != axis)
-            tuning.setdefault(others, []).append(outcome)
-    made = []
-    for others, runs in tuning.items():
+            runs_by_others.setdefault(others, []).append(outcome)
+    all_choices = []
+    for others, runs in runs_by_others.items():
         losses = {run.cell.points[str(axis)]: run.loss for run in runs}
         have_ended = all(run.loss is not None or run.diverged for run in runs)
         candidates = {point: loss for point, loss in losses.items() if loss is not None}
         best = min(candidates, key=candidates.__getitem__) if have_ended and candidates else None
-        made.append(Choice(dict(others), losses, best))
-    return made
+        all_choices.append(Choice(dict(others), losses, best))
+    return all_choices
 
 
 def compared(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Return the cells to compare: all of them or, with a tuned axis, those at its best points."""
+    """Return the cells to compare: all cells or, with a tuned axis, the cells of later seeds at the best points."""
     if sweep.config.tune is None:
         return list(outcomes)
     best = [{**choice.points, sweep.config.tune: choice.best} for choice in choices(sweep, outcomes)]
@@ -183,12 +183,12 @@ def compared(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 
 def in_play(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Return the cells that take part so far: those for tuning, then those to compare, as far as points are chosen."""
+    """Return the cells that take part so far: first all tuning cells, then the cells to compare at chosen points."""
     return [*(outcome for outcome in outcomes if outcome.cell.tunes), *compared(sweep, outcomes)]
 
 
 def unfinished(sweep: Sweep, playing: Sequence[Outcome]) -> list[str]:
-    """Return why a sweep has no result although no cell is due: cells without loss, or else choices without a best."""
+    """Return why a sweep without due cells has no result: cells without a loss, else choices without a best point."""
     return [
         f"{outcome.cell.name} has no {sweep.metric} at its last step; remove {outcome.cell.run} to train it again"
         for outcome in playing
@@ -202,7 +202,7 @@ def unfinished(sweep: Sweep, playing: Sequence[Outcome]) -> list[str]:
 
 
 def due(playing: Sequence[Outcome]) -> list[Cell]:
-    """Return the cells in play that can run now: all that are not complete, except tuning runs that diverged."""
+    """Return the cells in play that can run now: cells that are not complete, except tuning cells that diverged."""
     return [
         outcome.cell
         for outcome in playing
@@ -221,7 +221,7 @@ class Group(NamedTuple):
     cell: Cell
     """One of the cells."""
     losses: dict[int, float]
-    """Losses by seed, of the cells that have a loss."""
+    """Losses by seed; a cell without a loss is left out."""
 
 
 def group_by_points(outcomes: Sequence[Outcome]) -> list[Group]:

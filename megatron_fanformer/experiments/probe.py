@@ -1,10 +1,10 @@
-"""Runs the probes, the paper's smaller experiments, and has their settings. A probe is a module with a `measure`.
+"""Runs the probes, which are the paper's smaller experiments: each is a module with a function `measure`.
 
     FOLDER/*.png, README.md     pictures and findings, to look at
-    FOLDER/result.json          the same as data, written last: a folder that has it is whole
-    FOLDER/runs/                finished runs of a probe that has many, so that it continues from there
+    FOLDER/result.json          the same as data, written last: a folder with result.json is complete
+    FOLDER/runs/                finished runs of a probe that has many, which the next start does not repeat
 
-The default settings are the laptop forms, whose minutes stand in `PROBES`; docs/experiments.md has their results.
+The default settings are for a laptop: `PROBES` has the minutes that they take, docs/experiments.md their results.
 """
 
 import dataclasses
@@ -25,32 +25,32 @@ from megatron_fanformer.terminal import show
 
 FOLDER = "runs/experiments"
 FROM_ZERO = ("cooldown",)
-"""Numbers of the settings that may be 0."""
+"""Settings that may be 0; every other number must be above 0."""
 
 Task = Literal["modular", "linear"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LipschitzSettings:
-    """Models at random weights that spread two near inputs, as the authors' notebook has it."""
+    """How far models with random weights spread two near inputs, as the authors' notebook measures it."""
 
     seeds: int = 1  # seeds of weights and inputs; the notebook's is 0
     depths: tuple[int, ...] = (1, 2, 4)
-    """Layers; the notebook goes on with 8, 12, 16, 24, … 196. Its random numbers run through them in order."""
-    hidden_size: int = 512  # of the convolutions too; a multiple of num_heads
+    """Numbers of layers, which draw from one random generator in this order; the notebook goes on to 8, 12, … 196."""
+    hidden_size: int = 512  # also the channels of the convolutions; a multiple of four times num_heads
     num_heads: int = 8
-    samples: int = 10  # inputs, of whose ratios the constant is the largest
+    samples: int = 10  # pairs of inputs; the constant is the largest of their ratios
     grid: int = 32  # each input is a grid of this many points a side
     epsilon: float = 1e-7  # standard deviation of the difference of the two inputs
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModSettings:
-    """The fit of t mod 5 (fig. 1a): controls on t as it is, and language models' layers on it."""
+    """The fit of t mod 5 (fig. 1a) by controls, which read t itself, and by the layers of language models."""
 
     seeds: int = 3  # of the weights and the samples; every model has the same ones
     half_range: float = 100.0
-    """Controls train on t within ± this; as far again on both sides is outside."""
+    """Controls are trained on |t| up to this number; outside is |t| from this number to twice the number."""
     control_size: int = 128  # width of the FAN network; the MLP has as many parameters
     control_steps: int = 4000  # AdamW steps, each on `batch_size` new samples
     control_rate: float = 3e-3  # the learning rate at the start; it falls to 0 by a cosine
@@ -71,7 +71,7 @@ class HolesSettings:
     tasks: tuple[Task, ...] = ("modular", "linear")
     """`modular`: (a + b) mod 113, the hole centered at (56, 56); `linear`: a + 2 b + 3, centered at (50, 50)."""
     weight_decays: tuple[float, ...] = (0.0, 1.0)  # AdamW's, each on all weights
-    half_side: int = 10  # the hole has 2 · half_side + 1 numbers a side: 441 pairs, which leaves 12,328; at most 50
+    half_side: int = 10  # the hole has 2 · half_side + 1 numbers a side: 441 of the 12,769 pairs; at most 50
     num_layers: int = 1
     hidden_size: int = 128  # the FANformer has the Transformer's number of parameters
     num_heads: int = 4
@@ -79,8 +79,8 @@ class HolesSettings:
     steps: int = 4000  # of AdamW: 500 epochs are 12,000
     learning_rate: float = 1e-3  # after a warm-up over the first hundredth of the steps
     cooldown: float = 0.25
-    """Share of the steps, at the end, over which the learning rate falls to 0; 0 keeps it. With weight decay FANformers
-    do not settle without it."""
+    """Share of the steps, at the end, over which the learning rate falls to 0; 0: it does not fall. With weight decay,
+    FANformers do not settle unless the rate falls."""
     temperature: float = 0.5  # at which the probability of the right answer is computed
 
 
@@ -126,7 +126,7 @@ def experiment(options: ExperimentOptions) -> None:
         device.prepare_megatron()
         module = importlib.import_module(f"megatron_fanformer.experiments.{options.name}")
         folder = options.output or Path(FOLDER, options.name)
-        settings_in_json = json.loads(json.dumps(asdict(settings)))  # as a result has them: tuples are lists
+        settings_in_json = json.loads(json.dumps(asdict(settings)))  # as in result.json: lists, not tuples
         if (folder / RESULT).exists():
             result = read_result(folder)
             if (result.experiment, result.settings) != (options.name, settings_in_json):
@@ -144,7 +144,7 @@ def experiment(options: ExperimentOptions) -> None:
 
 
 def read_settings(options: ExperimentOptions) -> Any:
-    """Return the settings of the named probe: those that the command line states, and the defaults of the others.
+    """Return the settings of the named probe: the values on the command line, and the defaults of all other settings.
 
     Raises:
         InputError: there is no such probe or setting, or a setting has a value that it cannot have.
@@ -153,9 +153,9 @@ def read_settings(options: ExperimentOptions) -> Any:
     if name not in PROBES:
         raise InputError(f"{name!r} is no experiment; name one of {', '.join(PROBES)}")
     overrides = read_overrides(options.overrides)
-    if stray := [given for given in overrides if not given.startswith(f"{name}.")]:
+    if stray := [dotted_name for dotted_name in overrides if not dotted_name.startswith(f"{name}.")]:
         raise InputError(f"--{stray[0]} is not of this experiment; write --{name}.FIELD VALUE")
-    values = {given.removeprefix(f"{name}."): value for given, value in overrides.items()}
+    values = {dotted_name.removeprefix(f"{name}."): value for dotted_name, value in overrides.items()}
     if options.seeds is not None:
         values["seeds"] = options.seeds
     settings = build(values, PROBES[name].settings, f"{name}.")

@@ -1,6 +1,7 @@
-"""Runs `megatron-fanformer report`: a page of experiments, or two runs compared with each other step by step.
+"""Runs `megatron-fanformer report`: writes a page of experiments, or compares runs of two configurations step by step.
 
-The paper says of FANformer that its loss falls more slowly than a Transformer's at first, and faster later on.
+The comparison tests the paper's claim that FANformer's loss falls more slowly than a Transformer's at first, and faster
+later on.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,14 +35,14 @@ from megatron_fanformer.terminal import plural, show, some
 from megatron_fanformer.train.metrics import read_metrics
 
 COMPARE = "compare"
-PAGE, COMPARISON = Path("runs/report.md"), Path("runs/dynamics")  # where nothing else is named
-MOST_DEPTH = 3  # of folders below a named one
-SMOOTHED_SHARE = 0.05  # of the steps, over which a difference is averaged
-PART = 0.2  # of the steps: the first are "early", the last "late"
+PAGE, COMPARISON = Path("runs/report.md"), Path("runs/dynamics")  # default outputs
+MOST_DEPTH = 3  # levels of folders below a named folder in which results are looked for
+SMOOTHED_SHARE = 0.05  # share of the steps over which a drawn difference is averaged
+PART = 0.2  # share of the steps that are "early", and share that are "late"
 NO_CLAIM = "The paper says nothing of these two; its claim is of a Transformer, named first, and a FANformer."
 SEED = "training.seed"
 COMPARED = (*DETERMINING, "kernels", "precision")
-"""Sections in which the two configurations may differ; the last two change losses by rounding alone."""
+"""Sections by which two configurations are told apart; `kernels` and `precision` change losses by rounding alone."""
 
 
 def report(options: ReportOptions) -> None:
@@ -60,14 +61,14 @@ def report(options: ReportOptions) -> None:
     page = options.output or PAGE
     if page.suffix != ".md":
         raise InputError(f"--output {page} is no Markdown page; name it NAME.md")
-    folders: dict[Path, None] = {}  # in order, each once
+    folders: dict[Path, None] = {}  # a set that keeps its order
     for folder in map(Path, options.paths or ("runs",)):
-        found = [file.parent for depth in range(MOST_DEPTH + 1) for file in sorted(folder.glob("*/" * depth + RESULT))]
-        if not found:
+        files = [file for depth in range(MOST_DEPTH + 1) for file in sorted(folder.glob("*/" * depth + RESULT))]
+        if not files:
             raise InputError(
                 f"{folder} has no {RESULT}, nor have folders in it; name a sweep with a report, or a probe"
             )
-        folders |= dict.fromkeys(found)
+        folders |= dict.fromkeys(file.parent for file in files)
     experiments = [(folder, read_result(folder)) for folder in folders]
     page.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(page, as_markdown(experiments, at=page.parent))
@@ -82,7 +83,7 @@ class Dynamics(NamedTuple):
     """Losses of B minus those of A, from pairs of runs with the same seed."""
 
     names: list[str]
-    """The difference between A's and B's configurations, such as `model.fan.placement none`."""
+    """A's and B's values of the fields in which they differ, such as `model.fan.placement none`."""
     seeds: list[int]
     steps: np.ndarray
     """[n]: the steps that all runs have."""
@@ -93,10 +94,10 @@ class Dynamics(NamedTuple):
 
 
 def compare_runs(runs: Sequence[Path], output: Path) -> Result:
-    """Compare runs, and write result.json, a picture and README.md into a folder.
+    """Compare runs, and write result.json, a picture and README.md into the folder `output`.
 
     Args:
-        runs: those of two configurations, with several seeds each or one; A is the first run's configuration.
+        runs: folders of runs of two configurations, with one or several seeds each; the first run's configuration is A.
 
     Raises:
         InputError: the runs are not of two configurations with seeds in common, or their batches differ in size.
@@ -117,7 +118,7 @@ def compare_runs(runs: Sequence[Path], output: Path) -> Result:
 
 
 def read_dynamics(runs: Sequence[Path]) -> Dynamics:
-    """Return B's losses minus A's for each seed of both; A is the first run's configuration, B the other one.
+    """Return B's losses minus A's for each seed that both have; A is the first run's configuration, B the other one.
 
     Raises:
         InputError: the runs cannot be compared.
@@ -142,14 +143,7 @@ def read_dynamics(runs: Sequence[Path]) -> Dynamics:
     seeds = sorted(runs_by_seed[0].keys() & runs_by_seed[1].keys())
     if not seeds:
         raise InputError("the two configurations have no seed in common; name runs of the same seeds")
-    # Left out are skipped steps, which have no loss, and losses that are not finite, which are null.
-    a_logs, b_logs = (
-        [
-            {entry["step"]: entry for entry in read_metrics(by_seed[seed]) if entry.get("loss") is not None}
-            for seed in seeds
-        ]
-        for by_seed in runs_by_seed
-    )
+    a_logs, b_logs = ([_entries_by_step(by_seed[seed]) for seed in seeds] for by_seed in runs_by_seed)
     steps = sorted(set.intersection(*(set(log) for log in a_logs + b_logs)))
     if not steps:
         raise InputError("the runs have no step in common; name runs that have begun")
@@ -168,25 +162,30 @@ def read_dynamics(runs: Sequence[Path]) -> Dynamics:
     )
 
 
+def _entries_by_step(run: Path) -> dict[int, dict[str, Any]]:
+    """Return the metrics of each step with a loss; a skipped step has none, and a loss that is not finite is null."""
+    return {entry["step"]: entry for entry in read_metrics(run) if entry.get("loss") is not None}
+
+
 def _role_in_claim(fields: dict[str, Any]) -> str | None:
-    """Return which model of the paper's claim has these fields, "transformer" or "fanformer"; None if neither has."""
-    papers = FANConfig()  # the defaults are the paper's
+    """Return the model in the paper's claim that has these fields, "transformer" or "fanformer"; None for another."""
+    paper = FANConfig()  # the defaults are the paper's
     placement, activation, p_ratio = (
-        fields.get(f"model.fan.{name}", getattr(papers, name)) for name in ("placement", "activation", "p_ratio")
+        fields.get(f"model.fan.{name}", getattr(paper, name)) for name in ("placement", "activation", "p_ratio")
     )
     if not PLACEMENTS[placement].is_fanformer:
         return "transformer"
-    return "fanformer" if (placement, activation) == (papers.placement, papers.activation) and p_ratio > 0 else None
+    return "fanformer" if (placement, activation) == (paper.placement, paper.activation) and p_ratio > 0 else None
 
 
 def _findings(dynamics: Dynamics) -> Iterator[Finding]:
     count = max(1, round(PART * len(dynamics.steps)))
-    for name, part, side, paper in (
+    for name, differences, side, expected in (
         ("early", dynamics.differences[:, :count], "above", "higher at first"),
         ("late", dynamics.differences[:, -count:], "below", "lower at the end"),
     ):
-        value, interval = mean_of(part.mean(axis=1).tolist())
-        claim = f"The paper has FANformer's loss {paper}: it shows if the interval lies {side} 0."
+        value, interval = mean_of(differences.mean(axis=1).tolist())
+        claim = f"The paper has FANformer's loss {expected}: it shows if the interval lies {side} 0."
         outcome = too_little(seeds=len(dynamics.seeds), steps=len(dynamics.steps))
         shows = None
         if not outcome and interval is not None:

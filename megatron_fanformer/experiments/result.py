@@ -1,8 +1,8 @@
-"""The result of an experiment in its folder, and a Markdown page of one or many.
+"""Writes the result of an experiment into the experiment's folder, and renders results as a Markdown page.
 
-An experiment's folder has its pictures, README.md, and result.json. The latter is written last, so that a folder that
-has it is complete, and `report` reads nothing else. For each finding the page has the paper's figure, ours with an
-interval, and a sentence with the conclusion.
+An experiment's folder has pictures, README.md, and result.json, which is written last: a folder with result.json is
+complete, and `report` reads no other file. For each finding the page has the paper's figure, ours with an interval, and
+a sentence with the conclusion.
 """
 
 import os
@@ -24,8 +24,7 @@ from megatron_fanformer.processes import usable_cores
 
 RESULT, README = "result.json", "README.md"
 
-Cell = str | int | float | bool | None
-"""A cell of a table."""
+Cell = str | int | float | bool | None  # of a table
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,17 +32,17 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     paper: str | None = None
-    """The paper's figure or claim; None where it has none."""
+    """The paper's figure or claim; None if the paper has neither."""
     ours: float | None
     """Our figure; None if nothing could be measured."""
     interval: tuple[float | None, float | None] | None = None
-    """95% interval, low to high, with None for an infinite end. Without an interval, as for one seed, or with an empty
-    one, the whole is None."""
+    """The low and the high end of the 95% interval; an infinite end is None. The field is None if there is no interval,
+    as with one seed, or if both ends are infinite."""
     unit: str
     shows: bool | None
-    """True if the effect shows, by a rule that was fixed beforehand; None: inconclusive."""
+    """Whether the effect shows, by a rule that was fixed before the runs; None if the runs are inconclusive."""
     exploratory: bool = False
-    """True if the comparison was not stated beforehand, so that it cannot show anything."""
+    """True if the comparison was not stated before the runs; such a comparison cannot show an effect."""
     sentence: str
     """The rule and its outcome in plain words."""
 
@@ -72,8 +71,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """File names in the result's folder."""
 
 
-Log = Callable[[str], None]
-"""Called with a line on a probe's progress."""
+Log = Callable[[str], None]  # takes a line about a probe's progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,11 +83,11 @@ class Measured:
     pictures: dict[str, bytes] = field(default_factory=dict)
     """PNG files by their names."""
     seconds: float | None = None
-    """Computing time, if earlier calls did a part of the work; None: the time of this call."""
+    """Computing time of all calls together, if earlier calls did a part of the work; None: the time of this call."""
 
 
 def write_folder(folder: Path, experiment: str, settings: dict[str, Any], measured: Measured) -> Result:
-    """Write the result of an experiment to its folder, which is made if missing; return the result."""
+    """Write the result of an experiment into `folder`, creating the folder if it is missing; return the result."""
     import torch
 
     from megatron_fanformer.checkpoint.manifest import versions
@@ -121,8 +119,8 @@ def read_result(folder: Path) -> Result:
     """Return the result in an experiment's folder.
 
     Raises:
-        InputError: there is no result.
-        CorruptError: the file is damaged, or no experiment's result.
+        InputError: result.json cannot be read.
+        CorruptError: result.json is damaged, or is not the result of an experiment.
     """
     file = folder / RESULT
     try:
@@ -135,8 +133,7 @@ def read_result(folder: Path) -> Result:
 
 # -- the page
 
-Experiments = Sequence[tuple[Path, Result]]
-"""Experiments' folders and their results."""
+Experiments = Sequence[tuple[Path, Result]]  # each experiment's folder and result
 
 FINDING_COLUMNS = ("finding", "paper", "ours", "95% interval", "the effect")
 CAVEATS = (
@@ -155,44 +152,46 @@ CAVEATS = (
 
 
 def as_markdown(experiments: Experiments, *, at: Path) -> str:
-    """Return the page as Markdown.
+    """Return the page of these experiments as Markdown.
 
     Args:
-        at: the folder of the page, from which pictures are linked.
+        at: the page's folder; links to pictures are relative to it.
     """
-    rows = [_row(finding) for _, result in experiments for finding in result.findings]
-    lines = ["# The paper's experiments", "", *_table(Table(title="Findings", columns=[*FINDING_COLUMNS], rows=rows))]
+    rows = [_finding_row(finding) for _, result in experiments for finding in result.findings]
+    lines = ["# The paper's experiments", "", *_render(Table(title="Findings", columns=[*FINDING_COLUMNS], rows=rows))]
     for folder, result in experiments:
-        settings = {
-            name: ", ".join(str(shown(item)) for item in value) if isinstance(value, list) else shown(value)
-            for name, value in result.settings.items()
-            if not isinstance(value, dict)  # a sweep's whole configuration is in its result alone
-        }
+        # dicts, such as a sweep's configuration, are only in result.json
+        settings = [f"{name} {shown(value)}" for name, value in result.settings.items() if not isinstance(value, dict)]
         machine = (
             f"Measured on {result.machine.get('cores', '?')} cores ({result.machine.get('processor', '?')}), "
             f"{result.machine.get('gpu') or 'no GPU'}, {timedelta(seconds=round(result.seconds))} of computing, "
             f"all settings and numbers in {folder.name}/{RESULT}."
         )
         lines += [
-            *(f"## {as_text(result.experiment)}", ""),
+            f"## {as_text(result.experiment)}",
+            "",
             *(f"- {as_text(finding.sentence)}" for finding in result.findings),
-            *("", as_text(f"Settings: {'; '.join(f'{name} {text}' for name, text in settings.items())}.")),
-            *("", as_text(machine), ""),
+            "",
+            as_text(f"Settings: {'; '.join(settings)}."),
+            "",
+            as_text(machine),
+            "",
         ]
         for picture in result.pictures:
             lines += [f"![{as_text(picture)}]({quote(os.path.relpath(folder / picture, at))})", ""]
         for table in result.tables:
-            lines += _table(table)
+            lines += _render(table)
     return "\n".join([*lines, "## What to keep in mind", "", *(f"- {as_text(text)}" for text in CAVEATS), ""])
 
 
-def _table(table: Table) -> list[str]:
+def _render(table: Table) -> list[str]:
+    columns = [as_text(column) for column in table.columns]
     rows = ([as_text(shown(cell)) for cell in row] for row in table.rows)
-    text = markdown.table([as_text(column) for column in table.columns], rows)
-    return [f"**{as_text(table.title)}**", "", text, ""]
+    return [f"**{as_text(table.title)}**", "", markdown.table(columns, rows), ""]
 
 
-def _row(finding: Finding) -> list[Cell]:
+def _finding_row(finding: Finding) -> list[Cell]:
+    """Return the cells of a finding, one for each of `FINDING_COLUMNS`."""
     interval = "–"
     if finding.interval is not None:
         low, high = finding.interval
@@ -207,15 +206,17 @@ def _row(finding: Finding) -> list[Cell]:
     ]
 
 
-def shown(cell: Cell) -> str:
-    """Format a cell of a table: floats with five significant digits, integers with all digits."""
-    match cell:
+def shown(value: Cell | list[Any]) -> str:
+    """Format a value: floats with five significant digits, or as integers from 10,000 on; lists with commas."""
+    match value:
+        case list():
+            return ", ".join(shown(item) for item in value)
         case None:
             return "–"
         case bool():
-            return "yes" if cell else "no"
+            return "yes" if value else "no"
         case int():
-            return f"{cell:,}"
+            return f"{value:,}"
         case float():
-            return f"{cell:,.0f}" if abs(cell) >= 10_000 else f"{cell:.5g}"
-    return cell
+            return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.5g}"
+    return value

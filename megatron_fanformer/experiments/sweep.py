@@ -1,8 +1,8 @@
-"""Runs `megatron-fanformer sweep`: lists or trains the cells of its file, or shows their state or the report.
+"""Runs `megatron-fanformer sweep`: lists a sweep's cells, trains them, shows their state, or writes the report.
 
-Each cell is a process `megatron-fanformer train`, or a task of a Slurm array. A cell's state is in its run's folder
-alone, so a killed sweep continues when it is run again: complete cells are left out, and a cell that had begun resumes
-from its checkpoint. However the sweep's process ends, the processes of its cells end with it.
+Each cell is a process `megatron-fanformer train`, or a task of a Slurm array. The folder of a cell's run alone decides
+the cell's state, so a killed sweep continues when it is run again: complete cells are left out, and a cell that had
+begun resumes from its checkpoint. However the sweep's process ends, the processes of its cells end, too.
 """
 
 import functools
@@ -87,16 +87,16 @@ def sweep(options: SweepOptions) -> None:
 
 
 def _plan_lines(sweep: Sweep) -> Iterator[str]:
-    """Yield a row for each point, with its parameters beside the baseline's, and a line with the cost of all cells."""
+    """Yield a table with a row for each point of all axes, then the number of cells, and of complete cells."""
     config, states = sweep.config, outcomes(sweep)
     compare, groups = config.report.compare, group_by_points(states)
-    parameters = {tuple(group.points.values()): group.cell.parameters for group in groups}
+    parameters_by_points = {tuple(group.points.values()): group.cell.parameters for group in groups}
     rows = []
     for points, cell, _ in groups:
-        baseline_parameters = parameters[tuple({**points, compare: config.report.baseline}.values())]
+        baseline_points = points | {compare: config.report.baseline}
+        more = cell.parameters / parameters_by_points[tuple(baseline_points.values())] - 1
         flops = training_flops_per_token(cell.config.model) * cell.tokens
-        more = f"{cell.parameters / baseline_parameters - 1:+.2%}"
-        rows.append((*points.values(), f"{cell.parameters:,}", more, f"{cell.tokens:,}", f"{flops:.2e}"))
+        rows.append((*points.values(), f"{cell.parameters:,}", f"{more:+.2%}", f"{cell.tokens:,}", f"{flops:.2e}"))
     columns = (*config.axes, "parameters", f"over {config.report.baseline}'s", "tokens", "FLOPs")
     yield from table(columns, rows, align="l" * len(config.axes) + "rrrr")
     yield "parameters are without embedding and head"
@@ -109,8 +109,8 @@ def _status_lines(sweep: Sweep) -> Iterator[str]:
     yield from (f"{outcome.cell.name}: {outcome}" for outcome in in_play(sweep, states))
     for choice in choices(sweep, states):
         edge = ", at the edge: a better one may lie beyond" if choice.is_at_the_edge else ""
-        wait = "its best point is chosen once its cells above have ended"
-        yield ", ".join(choice.points.values()) + ": " + (f"{choice.best} is best{edge}" if choice.best else wait)
+        waiting = "its best point is chosen once its cells above have ended"
+        yield ", ".join(choice.points.values()) + ": " + (f"{choice.best} is best{edge}" if choice.best else waiting)
 
 
 def run_sweep(sweep: Sweep, log: Callable[[str], None], *, jobs: int = 1, command: Sequence[str] = TRAIN) -> None:
@@ -128,7 +128,7 @@ def run_sweep(sweep: Sweep, log: Callable[[str], None], *, jobs: int = 1, comman
     """
     runs = _Runs(sweep, log, command, jobs)
     with run_lock(sweep.folder), signals_to(runs.received.append):
-        while True:  # first the cells for tuning run, then those at the points that the former have shown to be best
+        while True:  # the tuning cells run in the first round, the cells at the best points in the second
             playing = in_play(sweep, outcomes(sweep))
             cells = [cell for cell in due(playing) if cell.name not in runs.codes]
             if not cells:
@@ -138,8 +138,8 @@ def run_sweep(sweep: Sweep, log: Callable[[str], None], *, jobs: int = 1, comman
     if failed:
         message = f"{len(failed)} of {sweep.config.num_cells} cells failed: {', '.join(failed)}; see their .log"
         raise CellsFailed(message, next(iter(failed.values())))
-    if left := due(playing):  # their processes ended with 0
-        early = {f"{name} {value}" for cell in left for name in ENDING_EARLY if (value := cell.field(name)) is not None}
+    if left := due(playing):  # cells whose processes ended with exit code 0, but before the last step
+        early = {f"{name} {cell.field(name)}" for cell in left for name in ENDING_EARLY if cell.field(name) is not None}
         by = f" by {', '.join(sorted(early))}" if early else ""
         names = ", ".join(cell.name for cell in left)
         raise CellsFailed(f"{names} ended before the last step{by}; run the same command to continue")
@@ -160,16 +160,16 @@ class _Running(NamedTuple):
     process: subprocess.Popen[bytes]
     started: float
     log_start: int
-    """Bytes of the cell's log that earlier processes wrote."""
+    """Size of the cell's log, in bytes, before this process began to write."""
 
 
 class _Runs:
     """Processes of cells, at most `jobs` at a time, each until it ends or a signal stops it."""
 
     def __init__(self, sweep: Sweep, log: Callable[[str], None], command: Sequence[str], jobs: int) -> None:
-        self.received: deque[signal.Signals] = deque()
+        self.received: deque[signal.Signals] = deque()  # signals that the cells have not got yet
         self.codes: dict[str, int] = {}
-        """Exit codes of ended cells, by name; 1 for a killed cell."""
+        """Exit codes by the names of ended cells; 1 for a killed cell."""
         self._sweep, self._log, self._command, self._jobs = sweep, log, command, jobs
         self._running: list[_Running] = []
         self._is_stopped = False
@@ -219,7 +219,7 @@ class _Runs:
 
     def _end(self, ended: _Running, code: int) -> None:
         cell = ended.cell
-        if code == Interrupted.exit_code:  # someone signaled this cell alone: stop the sweep
+        if code == Interrupted.exit_code:  # a signal to the sweep or to this cell stopped the cell: stop all
             self._pass_on(signal.SIGTERM)
             return
         if code and not self._is_stopped:

@@ -1,8 +1,8 @@
-"""The results of a sweep: means with intervals over seeds, differences to the baseline, power laws, the missing cells.
+"""Reports a sweep: means with intervals over seeds, differences from the baseline, power laws, and missing cells.
 
 Runs of one seed see the same samples in the same order: differences are taken seed by seed. Comparisons that were
-stated beforehand are corrected for their number, others are exploratory. All numbers come from the runs' folders, so a
-sweep that was stopped and resumed has the same report as one that was not, except the seconds.
+stated before the runs are corrected for their number, others are exploratory. All numbers come from the runs' folders,
+so a sweep that was stopped and resumed has the same report as one that was not, except for the seconds.
 """
 
 import csv
@@ -35,7 +35,7 @@ from megatron_fanformer.plan.job import training_flops_per_token
 
 CSV = "cells.csv"
 PICTURE = "losses.png"
-MISSING = "Cells without a loss"  # the title of their table
+MISSING = "Cells without a loss"  # title of a table
 FEWEST_SIZES = 4  # a curve with three parameters goes through any three points
 SIGNIFICANT = 0.05  # the adjusted p below which a primary comparison shows
 
@@ -75,49 +75,49 @@ def write_report(sweep: Sweep) -> Result:
 
 
 class Comparison(NamedTuple):
-    """The loss of a point of the compared axis, less a baseline's, over the seeds and other points that both have."""
+    """A point's loss minus a baseline's, over the seeds and the points of other axes at which both have runs."""
 
     point: str
     baseline: str
     at: dict[str, str]
     """The point on each axis of `report.by`."""
     mean: Mean
-    seeds: int
-    pairs: int
-    """Number of pairs of runs; more than the seeds where other axes are averaged over."""
+    seeds: int  # number of seeds
+    pairs: int  # number of pairs of runs: more than the seeds if the losses of several points are averaged
     p: float | None
-    """Two-sided p-value of Student's t; None with one seed."""
-    is_primary: bool
+    """Two-sided p value of Student's t; None with one seed."""
+    is_primary: bool  # stated before the runs
     adjusted: float | None = None
-    """p corrected for the number of primary comparisons; None if it is exploratory or has no p."""
+    """p corrected for the number of primary comparisons; None if the comparison is exploratory, or has no p."""
 
 
 def comparisons(config: SweepConfig, groups: Sequence[Group]) -> list[Comparison]:
     """Return all comparisons that have runs: the primary pairs, and every point with the baseline."""
-    made: list[Comparison] = []
+    all_comparisons: list[Comparison] = []
     for points in itertools.product(*(config.axes[axis] for axis in config.report.by)):
         at = dict(zip(config.report.by, points, strict=True))
         groups_there = [group for group in groups if at.items() <= group.points.items()]
-        for pair, is_primary in _pairs(config).items():
+        for pair, is_primary in _is_primary_by_pair(config).items():
             values, pairs = _paired_differences(config, groups_there, pair)
             if values:
                 p = p_value(values) if len(values) > 1 else None
-                made.append(Comparison(*pair, at, mean_of(values), len(values), pairs, p, is_primary))
+                mean = mean_of(values)
+                all_comparisons.append(Comparison(*pair, at, mean, len(values), pairs, p, is_primary))
     tested = {
         number: comparison.p
-        for number, comparison in enumerate(made)
+        for number, comparison in enumerate(all_comparisons)
         if comparison.is_primary and comparison.p is not None
     }
-    # Primary comparisons that have no p yet count, too, so that a sweep's verdicts do not change as it goes on. They
-    # are last, so that zip leaves them out.
+    # Primary comparisons without a p yet count with p 1: otherwise the correction would grow as the sweep goes on. They
+    # are last, so that zip leaves out their adjusted values.
     to_come = [1.0] * (_num_primary(config) - len(tested))
     for number, adjusted in zip(tested, holm([*tested.values(), *to_come]), strict=False):
-        made[number] = made[number]._replace(adjusted=adjusted)
-    return made
+        all_comparisons[number] = all_comparisons[number]._replace(adjusted=adjusted)
+    return all_comparisons
 
 
-def _pairs(config: SweepConfig) -> dict[tuple[str, str], bool]:
-    """Return the pairs to compare, and whether each is primary: stated beforehand, or the sweep's only comparison."""
+def _is_primary_by_pair(config: SweepConfig) -> dict[tuple[str, str], bool]:
+    """Return for each pair to compare whether it is primary: stated before the runs, or the sweep's only comparison."""
     report = config.report
     others = [(point, report.baseline) for point in config.axes[report.compare] if point != report.baseline]
     pairs = dict.fromkeys([*report.primary, *others])
@@ -126,7 +126,7 @@ def _pairs(config: SweepConfig) -> dict[tuple[str, str], bool]:
 
 
 def _num_primary(config: SweepConfig) -> int:
-    return sum(_pairs(config).values()) * _num_combinations(config)
+    return sum(_is_primary_by_pair(config).values()) * _num_combinations(config)
 
 
 def _num_combinations(config: SweepConfig) -> int:  # of the points of `report.by`
@@ -134,8 +134,8 @@ def _num_combinations(config: SweepConfig) -> int:  # of the points of `report.b
 
 
 def _losses_by_key(config: SweepConfig, groups: Sequence[Group], point: str) -> dict[tuple[Any, ...], tuple[Any, ...]]:
-    """Return loss and group of each run of a point, by what the runs of a pair share: the seed, other points."""
-    # Pairs may differ on the compared axis, and on a tuned one, since each point is tuned by itself.
+    """Return each run's loss and group, at a point, by a key that the runs of a pair share: seed and other points."""
+    # A pair differs on the compared axis, and may differ on a tuned one, since each compared point is tuned by itself.
     apart = (config.report.compare, config.tune)
     return {
         (seed, *(value for axis, value in group.points.items() if axis not in apart)): (loss, group)
@@ -146,14 +146,15 @@ def _losses_by_key(config: SweepConfig, groups: Sequence[Group], point: str) -> 
 
 
 def _paired_differences(config: SweepConfig, groups: Sequence[Group], pair: tuple[str, str]) -> tuple[list[float], int]:
-    """Return point minus baseline, a mean for each seed that has runs of both, and the number of pairs of runs."""
-    of_point, of_baseline = (_losses_by_key(config, groups, point) for point in pair)
-    by_seed: dict[Any, list[float]] = {}
-    for key in of_point.keys() & of_baseline.keys():
-        by_seed.setdefault(key[0], []).append(of_point[key][0] - of_baseline[key][0])  # key[0] is the seed
+    """Return the point's loss minus the baseline's, a mean for each seed that has both, and the number of run pairs."""
+    point_runs, baseline_runs = (_losses_by_key(config, groups, point) for point in pair)
+    differences_by_seed: dict[Any, list[float]] = {}
+    for key in point_runs.keys() & baseline_runs.keys():
+        seed, difference = key[0], point_runs[key][0] - baseline_runs[key][0]
+        differences_by_seed.setdefault(seed, []).append(difference)
     # Differences of one seed at several sizes are not independent: their mean is one value.
-    means = [math.fsum(by_seed[seed]) / len(by_seed[seed]) for seed in sorted(by_seed)]
-    return means, sum(map(len, by_seed.values()))
+    means = [math.fsum(differences) / len(differences) for _, differences in sorted(differences_by_seed.items())]
+    return means, sum(map(len, differences_by_seed.values()))
 
 
 def findings(config: SweepConfig, compared: Sequence[Comparison], *, steps: int) -> Iterator[Finding]:
@@ -179,11 +180,11 @@ def findings(config: SweepConfig, compared: Sequence[Comparison], *, steps: int)
             if comparison.is_primary
             else "It is exploratory: not among the comparisons stated before the runs."
         )
-        has_paper = point in report.paper and baseline in report.paper
+        is_in_paper = point in report.paper and baseline in report.paper
         where = "".join(f", {axis} {point_there}" for axis, point_there in comparison.at.items())
         yield Finding(
             name=f"{config.experiment}: loss of {point}, less {baseline}'s{where}",
-            paper=f"{report.paper[point] - report.paper[baseline]:+.3f}" if has_paper else None,
+            paper=f"{report.paper[point] - report.paper[baseline]:+.3f}" if is_in_paper else None,
             ours=value,
             interval=interval,
             unit="nats per token",
@@ -200,26 +201,26 @@ def findings(config: SweepConfig, compared: Sequence[Comparison], *, steps: int)
 
 
 def _fits(sweep: Sweep, groups: Sequence[Group]) -> dict[str, Fit]:
-    """Fit a power law to each compared point, over sizes and seeds that all points have; no fits below FEWEST_SIZES."""
+    """Fit a power law to each compared point, over sizes and seeds that all have; return {} below FEWEST_SIZES."""
     config = sweep.config
     points = config.axes[config.report.compare]
-    by_point = {point: runs for point in points if (runs := _losses_by_key(config, groups, point))}
-    keys = sorted(set.intersection(*(set(runs) for runs in by_point.values())))
-    xs = [[sweep.size_of(runs[key][1].cell) for key in keys] for runs in by_point.values()]
+    runs_by_point = {point: runs for point in points if (runs := _losses_by_key(config, groups, point))}
+    keys = sorted(set.intersection(*(set(runs) for runs in runs_by_point.values())))
+    xs = [[sweep.size_of(runs[key][1].cell) for key in keys] for runs in runs_by_point.values()]
     if min(len({*sizes}) for sizes in xs) < FEWEST_SIZES:
         return {}
-    losses = [[runs[key][0] for key in keys] for runs in by_point.values()]
-    return dict(zip(by_point, fit_together(xs, losses), strict=True))
+    losses = [[runs[key][0] for key in keys] for runs in runs_by_point.values()]
+    return dict(zip(runs_by_point, fit_together(xs, losses), strict=True))
 
 
 def _savings(sweep: Sweep, groups: Sequence[Group], fits: dict[str, Fit], steps: int) -> Iterator[Finding]:
-    """Yield the share of the baseline's parameters (or tokens) with which each other point has the baseline's loss."""
+    """Yield, for each other point, the share of the baseline's parameters or tokens that it needs for the same loss."""
     report = sweep.config.report
     if report.baseline not in fits:
         return
     too_few = too_little(seeds=min(len(group.losses) for group in groups if group.losses), steps=steps)
-    of_baseline = [group for group in groups if group.points[report.compare] == report.baseline and group.losses]
-    largest = max(sweep.size_of(group.cell) for group in of_baseline)
+    baseline_groups = [group for group in groups if group.points[report.compare] == report.baseline and group.losses]
+    largest = max(sweep.size_of(group.cell) for group in baseline_groups)
     for point, fit in fits.items():
         if point == report.baseline:
             continue
@@ -289,15 +290,15 @@ def _csv(sweep: Sweep, playing: Sequence[Outcome]) -> str:
     for outcome in playing:
         cell = outcome.cell
         flops = training_flops_per_token(cell.config.model) * cell.tokens
-        named = [cell.name, *cell.points.values(), cell.config.training.seed, cell.tunes]
-        writer.writerow([*named, cell.parameters, cell.tokens, flops, outcome.state, outcome.step, outcome.loss])
+        names = [cell.name, *cell.points.values(), cell.config.training.seed, cell.tunes]
+        writer.writerow([*names, cell.parameters, cell.tokens, flops, outcome.state, outcome.step, outcome.loss])
     return text.getvalue()
 
 
 def _picture(sweep: Sweep, groups: Sequence[Group], fits: dict[str, Fit]) -> bytes:
     """Return a PNG with a dot for each run, each point's mean and 95% interval, and the fitted curves.
 
-    Where losses are drawn over a field of the configuration, the baseline is a line across.
+    If losses are drawn over a field of the configuration, the baseline is a horizontal line.
     """
     report = sweep.config.report
     shown = [group for group in groups if group.losses]

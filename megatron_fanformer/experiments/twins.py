@@ -1,4 +1,4 @@
-"""A FANformer and its twins for the probes, as the model for transformers: plain PyTorch, without process groups."""
+"""Builds a FANformer and its twins for the probes, as models for transformers: plain PyTorch, no process groups."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -12,9 +12,8 @@ from megatron_fanformer.model.config import FANformerConfig, as_transformer, wit
 
 TRANSFORMER = "Transformer"
 SAME_PARAMETERS = "FANformer, same parameters"
-FFN_RATIO = 4
-"""d_ff over the hidden size."""
-P_RATIO = 0.25
+FFN_RATIO = 4  # width of the FFN over the hidden size
+P_RATIO = 0.25  # rows p of a FAN layer over its width
 
 T = TypeVar("T")
 

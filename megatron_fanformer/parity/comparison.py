@@ -1,4 +1,4 @@
-"""Comparison of a layout's run with the run of a single process: does the order of sums explain the differences?"""
+"""Compares a layout's run with the run of a single process: does the order of sums explain all differences?"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,26 +10,26 @@ from megatron_fanformer.parity.recording import TOKEN_LOSS, TensorPart, index_of
 from megatron_fanformer.parity.trial import Trace
 
 FACTOR = 8.0
-"""A difference may be this many times the largest that reordered runs showed. Measured in float32: layouts without a
-bug stay below twice the noise, planted bugs first show at 157 times the noise or more."""
+"""A difference may be this many times the largest difference of reordered runs, the noise. Measured in float32:
+layouts without a bug stay below twice the noise, planted bugs first show at 157 times the noise or more."""
 FLOAT32_EPSILON = float(np.finfo(np.float32).eps)
-SMALLEST_SCALE = 1e-6  # times the largest norm of a tensor: a smaller tensor consists of rounding errors
+SMALLEST_SCALE = 1e-6  # times the largest norm of a kind: tensors with smaller norms consist of rounding errors
 
 KINDS = ("outputs", "gradients", "weights")
-Errors = dict[str, float]
+Errors = dict[str, float]  # by the name of a tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """The run of a single process: whole tensors by name, in forward order, and the scales of differences."""
+    """The run of a single process: whole tensors, in forward order, and the scales by which differences are divided."""
 
     losses: list[float]
     tensors: dict[str, dict[str, np.ndarray]]
     """By kind, then by name."""
     scales: dict[str, Errors]
-    """By kind, then by name: the norm of a tensor; for a weight, the larger of the norms of its change and rounding."""
+    """By kind, then by name: the tensor's norm; for a weight, the larger norm of the change and the rounding."""
     last_places: Errors
-    """By name of a weight: a unit in the last place of its largest element, divided by the weight's scale."""
+    """By the name of a weight: a unit in the last place of its largest element, divided by the weight's scale."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class Bounds:
     tensors: dict[str, Errors] = field(default_factory=dict)
 
     def findings(self, differences: Differences) -> Iterator[Finding]:
-        """Yield differences beyond their bounds: outputs, the first loss, gradients, later losses, weights."""
+        """Yield the differences beyond their bounds, in the order in which a run computes what differs."""
         first_loss, *later_losses = [
             Finding("loss of step", str(step), difference, bound)
             for step, (difference, bound) in enumerate(zip(differences.losses, self.losses, strict=True), 1)
@@ -86,11 +86,11 @@ def baseline_of(trace: Trace, epsilon: float = FLOAT32_EPSILON) -> Baseline:
     initial = _assemble(trace.initial)
     changes = {name: weight - initial[name] for name, weight in tensors["weights"].items()}
     scales: dict[str, Errors] = {}
-    for kind, measured in {**tensors, "weights": changes}.items():
-        norms = {name: _norm(tensor) for name, tensor in measured.items()}
+    for kind, tensors_by_name in {**tensors, "weights": changes}.items():
+        norms = {name: _norm(tensor) for name, tensor in tensors_by_name.items()}
         smallest = SMALLEST_SCALE * max(norms.values())
         scales[kind] = {name: max(norm, smallest) for name, norm in norms.items()}
-    for name, weight in tensors["weights"].items():  # smaller changes are lost in the weight's rounding
+    for name, weight in tensors["weights"].items():  # changes below the weight's rounding are only noise
         scales["weights"][name] = max(scales["weights"][name], epsilon * _norm(weight))
     places = {
         name: epsilon * float(np.abs(weight).max()) / scales["weights"][name]
@@ -100,7 +100,7 @@ def baseline_of(trace: Trace, epsilon: float = FLOAT32_EPSILON) -> Baseline:
 
 
 def differences(baseline: Baseline, traces: list[Trace]) -> Differences:
-    """Return the differences of a run from the baseline: the largest of all ranks, which have one trace each."""
+    """Return the differences of a run, which has a trace for each rank, from the baseline: the largest of all ranks."""
     losses = [
         max(abs(trace.losses[step] - loss) for trace in traces) / abs(loss) for step, loss in enumerate(baseline.losses)
     ]
@@ -112,12 +112,12 @@ def differences(baseline: Baseline, traces: list[Trace]) -> Differences:
 
 
 def bounds_from(noise: list[Differences], last_places: Errors) -> Bounds:
-    """Return bounds: `FACTOR` times the largest differences that the reordered runs showed, which are in `noise`.
+    """Return bounds: `FACTOR` times the largest differences in `noise`, which come from rounding alone.
 
-    With few runs, some tensor shows hardly any noise by chance. Therefore the noise of a tensor counts as at least that
-    of the median tensor of its kind. The noise of a weight counts as at least a unit in its last place: two updates
-    that differ by a millionth mostly round to the same weight, so that few runs do not show this noise in every tensor.
-    The noise of a step's loss counts as at least that of earlier losses, and of single tokens' losses, its summands.
+    With few runs, some tensor shows hardly any noise by chance. Therefore the noise of a tensor counts as at least the
+    noise of the median tensor of the same kind. The noise of a weight counts as at least a unit in the last place: two
+    updates that differ by a millionth mostly round to the same weight, so few runs do not show this noise everywhere.
+    The noise of a step's loss counts as at least the noise of earlier losses, and of the tokens' losses, its summands.
     """
     steps = range(len(noise[0].losses))
     loss_noise = [max(max(run.losses[: step + 1]) for run in noise) for step in steps]
@@ -143,8 +143,8 @@ def _assemble(parts: list[TensorPart]) -> dict[str, np.ndarray]:
 
 
 def _errors(whole: dict[str, np.ndarray], scales: Errors, ranks: list[list[TensorPart]]) -> Errors:
-    """Return the ranks' differences from whole tensors: norms divided by scales; infinite if a part is missing."""
-    missing = -1.0
+    """Return the relative norm of the ranks' differences from each whole tensor; infinite if a part is missing."""
+    missing = -1.0  # marks elements that no rank has; differences are not negative
     errors = {name: np.full(tensor.shape, missing, dtype=np.float32) for name, tensor in whole.items()}
     for part in (part for parts in ranks for part in parts):
         if part.name not in whole or part.shape != whole[part.name].shape:

@@ -1,4 +1,4 @@
-"""Recording of a rank's weights, gradients and outputs as parts of whole tensors.
+"""Records a rank's weights, gradients and outputs as parts of whole tensors.
 
 A part of a weight or a gradient is located by slices, a part of a module's output by samples and positions. So the
 parts of all ranks, in any layout, can be compared with the whole tensors of a single process.
@@ -48,9 +48,9 @@ def index_of(part: TensorPart) -> Any:
 def weight_parts(
     stages: list[Any], grid: RankGrid, order: Reordering, *, of_gradients: bool = False
 ) -> list[TensorPart]:
-    """Return this rank's parts of all weights, or of the gradients in the buffers.
+    """Return this rank's parts of all weights or, with `of_gradients`, of the gradients in their buffers.
 
-    A reordered run has one rank, whose parts make up whole tensors; these are returned in the original order.
+    A reordered run has one rank, whose parts make up whole tensors, which are returned in the original order.
     """
     states = [sharded_state(chunk, grid) for chunk in stages]
     if of_gradients:
@@ -76,7 +76,7 @@ def weight_parts(
 
 
 def _gradient_of(sharded: Any) -> Any:
-    """Return the gradient of a sharded weight, sharded in the same way."""
+    """Return the gradient of a sharded weight, sharded like the weight."""
     gradient = sharded.data.main_grad
     dtype = {"dtype": gradient.dtype} if isinstance(sharded, ShardedTensor) else {}  # a factory has no dtype
     return dataclasses.replace(sharded, data=gradient, **dtype)
@@ -88,18 +88,18 @@ def restored_output(part: TensorPart, order: Reordering) -> TensorPart:
         return part
     samples, positions = part.where
     module = part.name.rpartition(".")[2]
-    coordinates = {"fan": order.x_f, "v_fan": None, TOKEN_LOSS: None}.get(module, order.hidden)  # None: not reordered
-    values = part.values if coordinates is None else part.values[..., coordinates.argsort().numpy()]
+    new_order = {"fan": order.x_f, "v_fan": None, TOKEN_LOSS: None}.get(module, order.hidden)  # None: never reordered
+    values = part.values if new_order is None else part.values[..., new_order.argsort().numpy()]
     return part._replace(where=([order.sample(sample) for sample in samples], positions), values=values)
 
 
 def as_array(tensor: Tensor) -> np.ndarray:
-    """Return a copy in float32 that shares no memory with the tensor, which recomputation may have to free."""
+    """Return a copy in float32 that shares no memory with the tensor, so that recomputation can free the tensor."""
     return tensor.detach().to("cpu", torch.float32, copy=True, memory_format=torch.contiguous_format).numpy()
 
 
 def gather_gradients(wrapped: list[Any]) -> None:
-    """Complete the gradient buffers: with the distributed optimizer, a rank has the summed gradients of one shard."""
+    """Complete the gradient buffers: with the distributed optimizer, only a rank's own shard has summed gradients."""
     for stage in wrapped:
         if not stage.ddp_config.use_distributed_optimizer:
             continue
@@ -117,8 +117,8 @@ class OutputRecorder:
         self.parts: list[TensorPart] = []
         self._grid, self._global_batch_size, self._micro_batch_size = grid, global_batch_size, micro_batch_size
         self._seq_length = stages[0].max_sequence_length
-        self._forward_of: dict[int, int] = {}  # by chunk: the number of its last forward pass (and micro batch)
-        self._inside = False  # whether a forward pass is running that is not recomputation
+        self._micro_batch_by_chunk: dict[int, int] = {}  # of the chunk's last forward pass
+        self._is_in_forward = False  # whether a forward pass is running that is not recomputation
         self._hooks = [hook for number, chunk in enumerate(stages) for hook in self._watch(number, chunk)]
 
     def __enter__(self) -> "OutputRecorder":
@@ -129,11 +129,11 @@ class OutputRecorder:
             hook.remove()
 
     def _watch(self, number: int, chunk: Any) -> list[Any]:
-        """Add hooks to the modules of a chunk whose outputs have their whole width on every rank; return the hooks."""
+        """Add hooks to a chunk, and to modules whose outputs have their whole width on each rank; return the hooks."""
         modules = [("embedding", chunk.embedding)] if chunk.pre_process else []
         for layer in chunk.decoder.layers:
             name = f"layers.{layer.layer_number - 1}"  # megatron-core counts layers through all stages, from 1
-            # If attention has several makers, only one is called.
+            # If attention has several of these modules, its forward pass calls only one.
             makers = [module for module in layer.self_attention.modules() if isinstance(module, OUTPUT_MAKERS)]
             modules += [(f"{name}.fan", maker) for maker in makers]
             modules += [(f"{name}.self_attention", layer.self_attention), (f"{name}.mlp", layer.mlp), (name, layer)]
@@ -146,24 +146,24 @@ class OutputRecorder:
         ]
 
     def _begin(self, number: int, *_: Any) -> None:
-        self._inside = True
-        self._forward_of[number] = self._forward_of.get(number, -1) + 1
+        self._is_in_forward = True
+        self._micro_batch_by_chunk[number] = self._micro_batch_by_chunk.get(number, -1) + 1
 
     def _end(self, number: int, chunk: Any, _inputs: Any, output: Tensor) -> None:
-        self._inside = False  # what follows before the next `_begin` is recomputation in a backward pass
+        self._is_in_forward = False  # until the next `_begin`, modules run only for recomputation in a backward pass
         if chunk.post_process:
-            self._keep(TOKEN_LOSS, self._forward_of[number], output.t().unsqueeze(-1))  # [b, s] -> [s, b, 1]
+            self._keep(TOKEN_LOSS, self._micro_batch_by_chunk[number], output.t().unsqueeze(-1))  # [b, s] -> [s, b, 1]
 
     def _record(self, number: int, name: str, module: Any, _inputs: Any, output: Any) -> None:
-        if not self._inside:
+        if not self._is_in_forward:
             return
         outputs = {name: output[0] if isinstance(output, tuple) else output}
         if name.endswith(".fan"):
-            features = output[1] if isinstance(module, ActivatedColumnParallelLinear) else output  # [0]: the product
+            features = output[1] if isinstance(module, ActivatedColumnParallelLinear) else output  # [0] is the product
             names = (name, name.replace(".fan", ".v_fan"))
             outputs = dict(zip(names, features, strict=False))  # some placements have no map of values
         for part_name, tensor in outputs.items():
-            self._keep(part_name, self._forward_of[number], tensor)
+            self._keep(part_name, self._micro_batch_by_chunk[number], tensor)
 
     def _keep(self, name: str, micro_batch: int, output_sbw: Tensor) -> None:
         """Keep a copy of an output, as parts that are located by sample and position."""
@@ -177,12 +177,12 @@ class OutputRecorder:
             where = (samples, self._positions(self._seq_length, length))
             self.parts.append(TensorPart(name, whole_shape, where, values))
             return
-        # All samples are one row, of which this rank may have a part.
+        # Attention stays within documents: all samples are one row, of which this rank may have a part.
         indices, positions = divmod(self._positions(size * self._seq_length, length), self._seq_length)
         for index in np.unique(indices):
-            of_sample = indices == index
-            where = ([samples[index]], positions[of_sample])
-            self.parts.append(TensorPart(name, whole_shape, where, values[:, of_sample]))
+            is_in_sample = indices == index
+            where = ([samples[index]], positions[is_in_sample])
+            self.parts.append(TensorPart(name, whole_shape, where, values[:, is_in_sample]))
 
     def _positions(self, whole: int, length: int) -> np.ndarray:
         """Return the positions, in a sequence of length `whole`, of an output of `length` on this rank."""

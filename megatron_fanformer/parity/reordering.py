@@ -1,9 +1,9 @@
-"""The same model with its numbers in another order, which shows the differences that rounding alone makes.
+"""Permutes a model's parts without changing the model, to measure the differences that rounding alone makes.
 
-Permuting its parts does not change a Transformer: the coordinates of the residual stream, the units of the MLP, the
-rows of a FAN map within `p` and within `g`, the query groups, the vocabulary, and the samples of a batch can each be
-permuted, if all weights that refer to them are permuted, too. All numbers stay the same, and only the order of sums
-changes. So such runs differ only by rounding, as layouts may, which change the order of sums, too.
+A Transformer computes the same function after a permutation of the coordinates of the residual stream, the units of the
+MLP, the rows of a FAN map within `p` and within `g`, the query groups or the vocabulary, if all weights that refer to
+them are permuted, too; and the samples of a batch may come in any order. Only the order of sums changes. So a reordered
+run differs from the original one only by rounding, as may a layout, which changes the order of sums, too.
 """
 
 from dataclasses import dataclass
@@ -15,31 +15,31 @@ from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.runtime.seeding import generator_for
 
 Permutations = list[Tensor | None]
-"""One for each axis of a tensor; None: the axis keeps its order."""
+"""A permutation for each axis of a tensor; None: the axis keeps its order."""
 
 
 @dataclass(frozen=True)
 class Reordering:
-    """One permutation of everything that can be permuted; `number` 0 is the original order."""
+    """A permutation of all parts that can be permuted; `number` selects it, and 0 is the original order."""
 
     model: FANformerConfig
     global_batch_size: int
     number: int
 
     def tensor(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a whole weight, given in the original order, in this order; `name` is its name in the whole model."""
+        """Bring a whole weight from the original order into this one; `name` is the weight's name in the model."""
         for axis, order in enumerate(self._axes(name)):
             tensor = tensor if order is None else tensor.index_select(axis, order)
         return tensor
 
     def restored(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a whole weight or gradient, given in this order, in the original order."""
+        """Bring a whole weight or gradient from this order into the original one."""
         for axis, order in enumerate(self._axes(name)):
             tensor = tensor if order is None else tensor.index_select(axis, order.argsort())
         return tensor
 
     def tokens(self, tokens: Tensor) -> Tensor:
-        """Return the ids that tokens of the original vocabulary have in this order."""
+        """Return the ids that tokens of the original vocabulary have in the reordered vocabulary."""
         return self.vocabulary.argsort()[tokens]
 
     def sample(self, position: int) -> int:
@@ -54,7 +54,7 @@ class Reordering:
 
     @property
     def hidden(self) -> Tensor:
-        """The order of the residual stream's coordinates; in placement `ffn` they are features of FAN layers."""
+        """The order of the residual stream's coordinates, which in placement `ffn` are features of FAN layers."""
         size = self.model.hidden_size
         return self.features("stream", size) if self.model.placement.has_fan_mlp else self.order("hidden", size)
 
@@ -82,9 +82,9 @@ class Reordering:
         """Return the order of each axis of a weight, given the weight's name in the whole model."""
         hidden, placement = self.hidden, self.model.placement
         qkv_rows, channels = self.model.qkv_rows, self.model.num_attention_heads * self.model.kv_channels
-        width = self.model.ffn_hidden_size
+        ffn_width = self.model.ffn_hidden_size
         fan_rows = self.fan_rows("x_f", self.model.hidden_size)
-        units = self.order("ffn", width)
+        units = self.order("ffn", ffn_width)
         rules: dict[str, Permutations] = {
             "word_embeddings.weight": [self.vocabulary, hidden],
             "output_layer.weight": [self.vocabulary, hidden],
@@ -103,10 +103,10 @@ class Reordering:
             "linear_fc2.weight": [hidden, units],
         }
         if placement.has_fan_mlp:
-            inner, outer = self.fan_rows("ffn", width), self.fan_rows("stream", self.model.hidden_size)
+            inner, outer = self.fan_rows("ffn", ffn_width), self.fan_rows("stream", self.model.hidden_size)
             rules["linear_fc1.weight"], rules["linear_fc1.bias"] = [inner, hidden], [inner]
-            rules["linear_fc2.weight"], rules["linear_fc2.bias"] = [outer, self.features("ffn", width)], [outer]
-        return next((axes for part, axes in rules.items() if part in name), [hidden])  # other weights are norms
+            rules["linear_fc2.weight"], rules["linear_fc2.bias"] = [outer, self.features("ffn", ffn_width)], [outer]
+        return next((axes for part, axes in rules.items() if part in name), [hidden])  # all other weights are norms
 
     def _group_rows(self, rows: int) -> Tensor | None:
         """Return the order of `rows` rows, which query groups divide equally; None if groups cannot be permuted."""
@@ -116,7 +116,7 @@ class Reordering:
         return torch.arange(rows).view(len(order), -1)[order].flatten()
 
     def order(self, name: str, size: int) -> Tensor:
-        """Return the order of `size` things; `name` decides it together with the number of this reordering."""
+        """Return a random order of `size` things, which `name` and the number of this reordering determine."""
         if self.number == 0:
             return torch.arange(size)
         return torch.randperm(size, generator=generator_for(self.number, name))

@@ -34,9 +34,9 @@ from megatron_fanformer.terminal import phases, show, table
 from megatron_fanformer.train.config import RunConfig
 from megatron_fanformer.train.machine_rules import backend_problems, has_engine, kernel_problems, layer_problems
 
-REORDERED_RUNS = 3
+REORDERED_RUNS = 3  # that measure the noise of rounding
 COLUMNS = ("first loss", "outputs", "gradients", "losses", "weights")
-JOB_SECONDS = 600.0
+JOB_SECONDS = 600.0  # after which a run that has not ended counts as failed
 RANK_BYTES = 500 * 2**20  # a gloo rank of a small model has 380 MiB resident (torch 2.13, megatron-core 0.16.1)
 
 
@@ -60,7 +60,7 @@ class LayoutResult:
 
     @property
     def verdict(self) -> str:
-        """Return one line: "same", the first finding, or the failure."""
+        """Return the result in one line: "same", the first finding, or the failure."""
         if self.failure is not None:
             return f"failed: {self.failure.strip().splitlines()[-1]}"
         return "same" if self.is_same else f"differs first in the {self.findings[0]}"
@@ -74,7 +74,7 @@ class Calibration:
     trial: TrialConfig
     baseline: Baseline
     noise: list[Differences]
-    """Differences of further runs in a single process: reordered runs and, unless the run is in fp32, one in fp32."""
+    """Differences of further runs in a single process: reordered runs and, if the dtype is not fp32, a run in fp32."""
     bounds: Bounds
 
 
@@ -86,7 +86,7 @@ class ParityResult:
     layouts: list[LayoutResult]
 
     def check(self) -> None:
-        """Raise DivergenceError, with a line for each layout that does not compute the same model, if there is one."""
+        """Raise DivergenceError if a layout does not compute the same model; the message has a line for each one."""
         different = [f"layout {layout.name}: {layout.verdict}" for layout in self.layouts if not layout.is_same]
         if different:
             raise DivergenceError("\n".join(different))
@@ -132,12 +132,12 @@ def _start_pool(config: ParityConfig, run: RunConfig, named: dict[str, Layout]) 
         raise InputError("\n".join(problems))
     ranks, text = max((layout.world_size, text) for text, layout in named.items())
     if backend == "nccl":
-        fit, unit = torch.cuda.device_count(), "GPUs"
+        room, unit = torch.cuda.device_count(), "GPUs"
     else:
-        fit, unit = max(1, psutil.virtual_memory().available // RANK_BYTES), "ranks of 500 MiB in its free memory"
-    if ranks > fit:
+        room, unit = max(1, psutil.virtual_memory().available // RANK_BYTES), "ranks of 500 MiB in its free memory"
+    if ranks > room:
         raise InputError(
-            f"layout {text!r} asks for {ranks} ranks, but this machine has room for {fit} {unit}; choose a smaller one"
+            f"layout {text!r} asks for {ranks} ranks, but this machine has room for {room} {unit}; choose a smaller one"
         )
     return RankPool(device, JOB_SECONDS, backend=backend)
 
@@ -199,12 +199,12 @@ def compare_layouts(
         if parallel.overlap_grad_reduce:  # a small model would have a single bucket, and so nothing to overlap
             parallel = dataclasses.replace(parallel, ddp_bucket_size=max(1, trial.model.num_parameters // BUCKETS))
         try:
-            compared = differences(calibration.baseline, pool.run(ranks, trial_function, trial, parallel))
+            layout_differences = differences(calibration.baseline, pool.run(ranks, trial_function, trial, parallel))
         except JobFailed as error:
             result = LayoutResult(name=name, ranks=ranks, failure=str(error))
         else:
-            findings = tuple(calibration.bounds.findings(compared))
-            result = LayoutResult(name=name, ranks=ranks, differences=compared, findings=findings)
+            findings = tuple(calibration.bounds.findings(layout_differences))
+            result = LayoutResult(name=name, ranks=ranks, differences=layout_differences, findings=findings)
         results.append(result)
     return ParityResult(calibration=calibration, layouts=results)
 
@@ -221,7 +221,7 @@ def report_lines(result: ParityResult) -> Iterator[str]:
         f"{small.global_batch_size}, micro batch {small.micro_batch_size}, {trial.steps} steps, {trial.dtype}, "
         f"{trial.device}."
     )
-    noise = map(max, zip(*(_largest(differences) for differences in calibration.noise), strict=True))
+    noise = map(max, zip(*map(_largest, calibration.noise), strict=True))  # column by column, the largest of all runs
     rows = [(f"{SINGLE}, reordered", "1", *(f"{value:.1e}" for value in noise), "", "")]
     for layout in result.layouts:
         cells, closest = [""] * len(COLUMNS), ""
@@ -244,7 +244,7 @@ def _largest(differences: Differences) -> list[float]:
 
 
 def _closest(differences: Differences, bounds: Bounds) -> str:
-    """Return, as text, the tensor whose difference is the largest share of its bound, and that share."""
+    """Return a text with the largest share of its bound that the difference of a tensor is, and with this tensor."""
     share, kind, name = max(
         (difference / bounds.tensors[kind][name], kind, name)
         for kind in KINDS
@@ -255,12 +255,12 @@ def _closest(differences: Differences, bounds: Bounds) -> str:
 
 
 def as_json(result: ParityResult, config_file: str) -> bytes:
-    """Return the result as JSON. Numbers that are not finite become null, since JSON has none."""
+    """Return the result as JSON. NaN and infinity, which JSON does not have, become null."""
     calibration = result.calibration
     values = {
         "megatron_fanformer": __version__,
         "megatron_core": version("megatron-core"),
-        "torch": str(torch.__version__),  # otherwise not a plain string
+        "torch": str(torch.__version__),  # torch's own type of version is no plain string
         "config": config_file,
         "small": calibration.small,
         **{name: getattr(calibration.trial, name) for name in ("device", "dtype", "steps")},

@@ -1,4 +1,4 @@
-"""Reduction of a run to a small one, which can be trained many times on any machine and tests the same layouts.
+"""Shrinks a run to a small one, which can be trained many times on any machine, and tests the same layouts.
 
 The small run keeps the ratios of sizes (query heads to groups, FFN to hidden size, p_ratio), the divisibility of sizes
 by the degrees of layouts, the padding of the vocabulary, and everything that is not a size, such as the optimizer.
@@ -19,7 +19,7 @@ MIN_SEQUENCE = 32
 VOCABULARY_UNIT = 16
 PADDING = 3  # the vocabulary is this many ids smaller than a multiple, so that padding is trained, too
 MICRO_BATCH = 2
-BUCKETS = 4  # of gradients, if their communication is overlapped: a large model has several, too
+BUCKETS = 4  # of gradients, if their reduction is overlapped: with one bucket, nothing would overlap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +30,11 @@ class SmallRun:
     global_batch_size: int
     micro_batch_size: int
     changes: tuple[str, ...]
-    """`name before -> after`, one per changed field."""
+    """A text `name before -> after` for each changed field."""
 
 
 def shrink(model: FANformerConfig, micro_batch_size: int, layouts: list[ParallelConfig]) -> SmallRun:
-    """Return the small form of a run. Each of the layouts that is legal for the run is legal for the small form."""
+    """Return the small form of a run; each of the layouts that is legal for the run is legal for the small form."""
     unit = math.lcm(*(layout.tensor_model_parallel_size for layout in layouts))  # divides every size that ranks share
     groups = _groups(model.query_groups, layouts)
     heads = groups * model.num_attention_heads // model.query_groups
@@ -68,7 +68,7 @@ def shrink(model: FANformerConfig, micro_batch_size: int, layouts: list[Parallel
 
 
 def _groups(groups: int, layouts: list[ParallelConfig]) -> int:
-    """Return a small number of groups whose greatest common divisor with each layout's ranks is that of `groups`."""
+    """Return a small number of groups with the same greatest common divisor as `groups` with each layout's ranks."""
     fewest = 1
     for layout in layouts:
         ranks = layout.tensor_model_parallel_size * (layout.context_parallel_size if layout.exchanges_heads else 1)

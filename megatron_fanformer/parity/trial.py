@@ -1,4 +1,4 @@
-"""A trial of a layout, on one rank: train some steps from initial weights that all layouts share, and record them."""
+"""Tries a layout on one rank: trains some steps from initial weights that all layouts share, and records the steps."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,9 +29,9 @@ from megatron_fanformer.train.step import attempt_step, gathered_weights, train_
 
 SEED = 1234
 DOCUMENT_TOKENS = 8
-"""Mean length of a document if attention stays within documents; a sample of any length then has several."""
+"""Mean length of a document if attention stays within documents: so short that each sample has several."""
 SHAKE = 0.1
-"""Standard deviation of the noise on initial norms and biases: a norm that is 1 could be left out unnoticed."""
+"""Standard deviation of noise on initial norms and biases: without it, a norm of ones could be left out unnoticed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ def prepare_rank(trial: TrialConfig, layout: ParallelConfig, order: Reordering) 
             trial.model, layout, grid, dtype=dtype, seed=None, kernels=kernels, z_loss_coefficient=z_loss
         )
         for chunk in stages:
-            initialize_by_name(sharded_state(chunk, grid), SEED, partial(_initial, trial.model, order))
+            initialize_by_name(sharded_state(chunk, grid), SEED, partial(_initial_weight, trial.model, order))
         initial = weight_parts(stages, grid, order)
         wrapped = wrap_stages(stages, layout, grad_reduce_in_fp32=trial.grad_reduce_in_fp32)
         optimizer = build_optimizer(trial.optimizer, wrapped)
@@ -102,7 +102,7 @@ def prepare_rank(trial: TrialConfig, layout: ParallelConfig, order: Reordering) 
 
 
 def run_trial(trial: TrialConfig, layout: ParallelConfig, number: int = 0) -> Trace:
-    """Train in a layout and return this rank's trace; every rank calls it. `number` is the reordering's."""
+    """Train in a layout, and return this rank's trace; every rank calls this. `number` is that of the reordering."""
     order = Reordering(trial.model, trial.global_batch_size, number)
     with prepare_rank(trial, layout, order) as (grid, stages, wrapped, optimizer, batches, num_micro_batches, initial):
         with OutputRecorder(stages, grid, trial.global_batch_size, trial.micro_batch_size) as recorder:
@@ -119,10 +119,10 @@ def run_trial(trial: TrialConfig, layout: ParallelConfig, number: int = 0) -> Tr
     return Trace(losses=losses, outputs=outputs, gradients=gradients, initial=initial, weights=weights)
 
 
-def _initial(
+def _initial_weight(
     model: FANformerConfig, order: Reordering, name: str, shape: tuple[int, ...], generator: torch.Generator
 ) -> Tensor:
-    """Return the initial value of a whole weight, in the order of a reordering."""
+    """Return the initial value of the whole weight `name`, reordered."""
     weight = draw_weight(model, name, shape, generator)
     if weight.ndim == 1:
         weight = weight + SHAKE * torch.randn(shape, generator=generator)

@@ -75,7 +75,7 @@ def read_layouts(config: ParityConfig) -> "tuple[RunConfig, dict[str, Layout]]":
         named |= {} if layout is None else {text: layout}
     for section in (run.model, run.runtime, run.optimizer, run.training):  # not of `data`, which parity does not read
         problems += section.problems()
-    for text, layout in named.items() if not problems else ():
+    for text, layout in named.items() if not problems else ():  # the rules of layouts need valid sections
         problems += [f"layout {text!r}: {problem}" for problem in _layout_problems(run, layout)]
     if problems:
         raise InputError("\n".join(problems))
