@@ -224,7 +224,7 @@ class FANActivationAndProduct(torch.autograd.Function):
         ctx.save_for_backward(weight_oh, *kept)
         ctx.activation, ctx.fuses_accumulation = activation, fuses_accumulation
         ctx.mark_non_differentiable(outputs[0])
-        ctx.set_materialize_grads(False)  # else backward would get zeros as large as X_F
+        ctx.set_materialize_grads(False)  # else backward would get zeros as large as X_F for its gradient
         return torch.matmul(outputs[0], weight_oh.t()), *outputs
 
     @staticmethod

@@ -53,7 +53,7 @@ def single_process(transformer_impl: TransformerImpl = "auto") -> Layout:
 
 
 def parse_layout(text: str, transformer_impl: TransformerImpl = "auto") -> Layout:
-    """Return the layout that `text` describes; fields that it does not name are as in `single_process`.
+    """Return the layout that `text` describes; fields that `text` does not name are as in `single_process`.
 
     Names are those of `parallel` and `kernels` in a configuration, or `SHORT_NAMES`, or `overlap` for both overlaps.
     Raises InputError, naming the text, if it cannot be read or breaks a rule.

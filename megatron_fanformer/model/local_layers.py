@@ -151,7 +151,7 @@ class TorchCoreAttention(MegatronModule):
         """Attend within each sequence between two of `bounds`; queries, keys and values [t, n, d] -> [t, n * d]."""
         # (length, count) of neighbors of equal length
         runs = [(length, len(list(run))) for length, run in itertools.groupby(bounds.diff().tolist())]
-        # Split, not sliced: backward then joins the gradients of all parts once, and adds no whole tensor per part.
+        # (query, key, value) of each run; split, not sliced: backward joins the parts once, and adds no whole tensors.
         parts = zip(*(x.split([length * count for length, count in runs]) for x in qkv), strict=True)
         contexts = []
         for (length, count), part in zip(runs, parts, strict=True):

@@ -225,7 +225,7 @@ QK_ROWS = Size("(n + k) d", lambda model: model.qkv_rows)
 
 
 def fan_tensors(name: str, shape: tuple[Size, ...], reference: str | None, hf: str) -> tuple[LayerTensor, LayerTensor]:
-    """Return the weight (of this shape) and the bias of a FAN map; `reference`: None if the authors have no map."""
+    """Return the weight (of this shape) and the bias of a FAN map; `reference`: None if the authors lack it."""
 
     def tensor(part: str, shape: tuple[Size, ...], exists_in: Callable[["FANformerConfig"], bool]) -> LayerTensor:
         reference_names = () if reference is None else (f"{reference}.{part}",)

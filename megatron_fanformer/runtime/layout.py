@@ -93,7 +93,7 @@ class ParallelConfig:
     (`all_gather`), or heads for parts of the sequence (`a2a`, which attention within documents needs); null: a ring
     with the Engine's layers, all at once with the local ones."""
     data_parallel_size: int | None = None
-    """Replicas of the model; null: what the world size leaves, or 1 where it is started directly."""
+    """Replicas of the model; null: the world size divided by the sizes above, or 1 without a launcher's world size."""
     sequence_parallel: bool = False
     """Shard norms and residuals along the sequence over tensor-parallel ranks."""
     fan_form: FANForm = "column"
@@ -113,8 +113,8 @@ class ParallelConfig:
     recompute_granularity: Literal["full", "selective"] | None = None
     """Recompute activations in backward: `full` layers, or `recompute_modules`."""
     recompute_method: Literal["uniform", "block"] | None = None
-    """With `full`: `uniform` keeps the input of every `recompute_num_layers` layers, `block` recomputes the first so
-    many of a stage."""
+    """With `full`: `uniform` keeps the input of every `recompute_num_layers` layers, `block` recomputes the first
+    `recompute_num_layers` layers of a stage."""
     recompute_num_layers: int | None = None
     """With `full`: see `recompute_method`."""
     recompute_modules: list[RecomputeModule] = field(default_factory=lambda: [*DEFAULT_RECOMPUTE_MODULES])
@@ -186,6 +186,7 @@ class ParallelConfig:
         first, last = self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage
         other_stages = stages - (first is not None) - (last is not None)
         other_layers = num_layers - (first or 0) - (last or 0)
+        # Without other stages, all remaining layers are the rest, for which there is no place.
         per_stage, rest = divmod(other_layers, other_stages) if other_stages else (0, other_layers)
         if other_layers < 0 or rest:
             return None
@@ -324,6 +325,7 @@ def layout_chunks(text: str) -> tuple[str, ...]:
     A repetition that cannot be read, or gives too many layers, is left as text: `ParallelConfig.problems` refuses it.
     """
     whole = re.sub(r"[,\s]", "", text)
+    # Groups first, as (tt|)*3, since a group may contain repeated symbols; then single symbols, as t*4.
     for repeated in (r"\(([^()]*)\)\*(\d{1,4})", r"([^()*])\*(\d{1,4})"):
         unrolled = re.sub(repeated, lambda match: match[1] * int(match[2]), whole)
         whole = unrolled if len(unrolled) <= 2 * MOST_LAYERS else whole

@@ -242,9 +242,9 @@ def _end_groups() -> None:
     """
     import torch.distributed
 
-    holders = [[group] for group in torch.distributed.distributed_c10d._world.pg_map]  # will be the last references
+    holders = [[group] for group in torch.distributed.distributed_c10d._world.pg_map]  # soon the only references
     torch.distributed.destroy_process_group()
     gc.collect()
     with ThreadPoolExecutor(len(holders)) as threads:
         for holder in holders:
-            threads.submit(holder.clear)  # ends the group, which releases Python's lock
+            threads.submit(holder.clear)  # ends the group; the wait releases Python's global lock

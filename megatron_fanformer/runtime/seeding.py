@@ -61,7 +61,7 @@ def truncated_normal(shape: tuple[int, ...], std: float, generator: torch.Genera
 
 
 def local_shards(sharded_state: dict[str, Any]) -> Iterator["ShardedTensor"]:
-    """Yield every shard of a sharded state dict, those that its factories build included.
+    """Yield every shard of a sharded state dict, including the shards that its factories build.
 
     A shard has its global name, shape and offset, and its data is a view of the parameter.
     """
