@@ -46,7 +46,7 @@ class FANSelfAttention(SelfAttention):
         _connect(config, self.fan, self.linear_qkv)
 
     def set_for_recompute_input_layernorm(self) -> None:
-        """In FP8, make FAN's linear layer keep no FP8 copy of the recomputed norm, which it reads in place of QKV."""
+        """In FP8, make FAN's linear layer, which reads the recomputed norm in place of QKV, keep no FP8 copy of it."""
         _save_original_input(self.fan.linear)
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -128,8 +128,8 @@ class HeadExchange:
     """A mix-in, inherited before a class of attention: context parallel ranks exchange parts of the sequence for heads.
 
     Each rank holds an equal part of the sequence, in order. Between the projections, the rank has the whole sequence
-    and a part of the heads, so rotary positions, masks and documents' bounds are those of a model on one rank. Build
-    the attention without context parallelism, and its core attention for a part of the heads.
+    and a part of the heads, so rotary positions, masks and documents' bounds are those of a model on one rank. The
+    attention must be built without context parallelism, and its core attention for a part of the heads.
     """
 
     def __init__(self, *args: Any, context_group: dist.ProcessGroup, **kwargs: Any) -> None:

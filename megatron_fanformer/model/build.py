@@ -34,7 +34,7 @@ def transformer_config(
 
     Args:
         precision: only the fields of FP8 are read; None: no FP8.
-        has_stage_sizes: whether the configuration states how many layers the stages have.
+        has_stage_sizes: whether to state each stage's number of layers, which `HybridStage` has in its pattern instead.
     """
     return TransformerConfig(
         num_layers=model.num_layers,
@@ -156,7 +156,7 @@ def build_stages(
     if implementation == "transformer_engine":
         from megatron_fanformer.model import te_layers
 
-        if precision.fp8:  # forget the scales of an earlier model, and its process groups, which are gone
+        if precision.fp8:  # forget an earlier model's scales and process groups, which are gone
             te_layers.FP8GlobalStateManager.reset()
     config = transformer_config(
         model, parallel, grid, dtype, precision, kernels, has_stage_sizes=stage_type.has_stage_sizes_in_config
@@ -206,9 +206,9 @@ def _build_chunk(
     grid: RankGrid,
     config: TransformerConfig,
 ) -> Any:
-    """Build one chunk with megatron-core's loss head and weights."""
+    """Build one chunk by megatron-core; `build_stages` then sets the loss head and the weights."""
     groups = grid.groups
-    if grid.exchanges_heads:  # only attention may see the context parallel ranks
+    if grid.exchanges_heads:  # only attention may see the ranks of `cp`: the model would cut the rotary positions
         groups = copy.copy(groups)
         groups.cp = groups.ep  # this rank alone: the model has no experts
     chunk: Any = stage_type(
@@ -250,7 +250,6 @@ def sharded_state(chunk: Any, grid: RankGrid) -> dict[str, Any]:
 
 # -- initial weights
 
-
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
@@ -270,8 +269,8 @@ def draw_weight(config: FANformerConfig, name: str, shape: tuple[int, ...], gene
 
 def initial_std(config: FANformerConfig, name: str) -> float:
     """Return the standard deviation of initial weights; in maps back to the residual stream, it falls with depth."""
-    maps_back = {"linear_proj.weight": config.hidden_size, "linear_fc2.weight": config.ffn_hidden_size}  # input widths
-    width = next((width for ending, width in maps_back.items() if name.endswith(ending)), None)
+    input_width_by_ending = {"linear_proj.weight": config.hidden_size, "linear_fc2.weight": config.ffn_hidden_size}
+    width = next((width for ending, width in input_width_by_ending.items() if name.endswith(ending)), None)
     if width is None:
         return (1 / config.hidden_size) ** 0.5
     match = _LAYER.search(name)

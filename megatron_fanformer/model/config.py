@@ -99,7 +99,7 @@ class FANformerConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "FANformerConfig":
-        """Return the configuration with these values, which `dataclasses.asdict` made, and a checkpoint stored.
+        """Return the configuration of a checkpoint, whose values `dataclasses.asdict` returned when it was saved.
 
         Raises InputError, with one line for each problem, if no model can be built from the values.
         """
@@ -111,7 +111,7 @@ class FANformerConfig:
         return config
 
     def stated_problems(self) -> list[str]:
-        """Return the problems of fields that another program's file stated, wrong types included, one line each."""
+        """Return the problems, with those of type, of fields that another program's file stated, one line each."""
         from megatron_fanformer.configuration import value_problems
 
         return value_problems(dataclasses.asdict(self), type(self), "model.") or self.problems()
@@ -174,7 +174,7 @@ class FANformerConfig:
         return embeddings + self.num_layers * self.placement.parameters(self) + self.hidden_size  # the final norm
 
     def resolved_fields(self) -> dict[str, Any]:
-        """Return the fields by dotted names, in one form: configurations of equal models have equal fields."""
+        """Return the fields by dotted name, with query groups and padding resolved: equal models have equal fields."""
         from megatron_fanformer.configuration import flatten  # as in `from_dict`
 
         fields = flatten(dataclasses.asdict(dataclasses.replace(self, num_query_groups=self.query_groups)))
@@ -283,8 +283,7 @@ class PrecisionConfig:
     weights. In bf16 that saves 2 bytes a parameter and half of the reduction's traffic
     (docs/parallelism.md#gradients-in-bf16)."""
     fp8: Literal["e4m3", "hybrid"] | None = None
-    """Matrix products in FP8 (docs/gpu.md#fp8): `e4m3` throughout, or `hybrid`, with e5m2 gradients. Needs bf16
-    weights."""
+    """Matrix products in FP8 (docs/gpu.md#fp8), with bf16 weights: all `e4m3`, or `hybrid`, with e5m2 gradients."""
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "tensorwise"
     """Scales come from the current tensor (`tensorwise`), past steps (`delayed`), each block of 128 (`blockwise`), or
     each block of 32 in hardware (`mxfp8`, Blackwell)."""
@@ -344,13 +343,11 @@ class KernelsConfig:
     transformer_impl: TransformerImpl = "auto"
     """Transformer Engine's layers, or megatron-core's and torch's; `auto`: the Engine on a GPU if it imports."""
     attention_backend: Literal["auto", "fused", "flash", "unfused"] = "auto"
-    """Transformer Engine's attention: cuDNN's (`fused`), flash-attn's, or plain products; `auto`: the Engine's
-    choice."""
+    """Transformer Engine's attention: cuDNN's (`fused`), flash-attn's, or plain products; `auto`: Engine's choice."""
     fused_single_qkv_rope: bool = False
     """Rotate queries and keys within the QKV tensor (Transformer Engine; docs/performance.md#gpu)."""
     chunked_loss_head: bool = True
-    """Compute logits, loss and gradients a chunk of tokens at a time; false: Megatron's loss head, which keeps all
-    logits."""
+    """Compute logits, loss and gradients by chunks of tokens; false: Megatron's loss head, which keeps all logits."""
     loss_head_chunk_tokens: int | None = None
     """Tokens per chunk; null: 200 MiB of logits on a CPU, 400 MiB on a GPU."""
     cuda_graph_impl: Literal["none", "local"] = "none"

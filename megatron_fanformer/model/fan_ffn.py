@@ -1,8 +1,8 @@
 """Two FAN layers in place of the feed-forward network (placement `ffn`), as the two linear maps of megatron-core's MLP.
 
 Source: the encoder layers of the FAN authors' repository (YihongDong/FAN, time series), where two FAN layers replace
-the two linear maps, h wide to f and back, with nothing between or after them; "Reasoning is Periodicity?" does not say
-how its variant FFN <- FAN is made, and this is a reading of it (docs/experiments.md#variants).
+the two linear maps, h wide to f and back, with nothing between or after them. "Reasoning is Periodicity?" does not say
+how it builds its variant FFN <- FAN; this module is one interpretation (docs/experiments.md#variants).
 
     [p1 | g1] = W1 x + b1      x1 = [cos p1, sin p1, g1]       W1 has (1 - p_ratio) f rows
     [p2 | g2] = W2 x1 + b2     y = [cos p2, sin p2, g2]        W2 has (1 - p_ratio) h rows
@@ -10,11 +10,11 @@ how its variant FFN <- FAN is made, and this is a reading of it (docs/experiment
 with GELU on g1 and g2 in the original FAN (`activation: gelu`).
 
 cos, sin and GELU act on single features: a tensor parallel rank that owns P1/T periodic and G1/T linear rows of W1
-computes their features of x1 by itself, and owns W2's columns for these features. The ranks' products with W2 are
-summed before cos and sin: the sum is of p2 | g2, (1 - p_ratio) h wide, where a Transformer sums h. That is done by an
-all-reduce, or under sequence parallelism by a reduce-scatter; then each rank activates its part of the sequence.
+computes the features of x1 from these rows by itself, and owns W2's columns for these features. The ranks' products
+with W2 are summed before cos and sin: p2 | g2 is (1 - p_ratio) h wide, while a Transformer's MLP sums outputs h wide.
+An all-reduce sums them, or under sequence parallelism a reduce-scatter; each rank then activates its part of s.
 
-Shapes: s sequence, b micro batch, T tensor parallel ranks, h hidden size, f width of x1.
+Shapes: s sequence, b micro batch, T tensor parallel ranks, h hidden size, f width of x1, k rows of p | g on this rank.
 """
 
 from typing import Any, ClassVar
@@ -50,7 +50,10 @@ def already_activated(x: Tensor) -> Tensor:
 
 
 class _FANLayer:
-    """A mix-in, inherited before one of megatron-core's linear maps, of which it makes a FAN layer."""
+    """A mix-in, inherited before one of megatron-core's linear layers, that turns this layer into a FAN layer.
+
+    The MLP's `bias` and `skip_bias_add` are ignored: FAN has its own bias, which is added before cos and sin.
+    """
 
     divides_rows: ClassVar[bool]
     """Whether tensor parallel ranks divide the rows of the map; otherwise they divide the columns."""
@@ -68,9 +71,9 @@ class _FANLayer:
         tp_group: Any = self.tp_group  # type: ignore[attr-defined]
         x1 = FANOutput.of_width(output_size if self.divides_rows else input_size, fan.p_ratio)
         self.shard = FANShard.of_rank(tp_group.rank(), tp_group.size(), [x1])
-        # The first layer activates this rank's part of x1, the second the summed p2 | g2: neither gathers anything.
+        # Neither layer gathers, as on one rank: the first activates this rank's part of x1, the second the sum p2 | g2.
         local_output = self.shard.outputs[0] if self.divides_rows else output
-        self.activation = Activation(FANShard(1, 0, (local_output,)), None, fan.activation == "gelu")  # as on one rank
+        self.activation = Activation(FANShard(1, 0, (local_output,)), group=None, gelu=fan.activation == "gelu")
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """Return the features [cos p, sin p, g]; the None says that no bias is left to add."""
@@ -85,7 +88,7 @@ class FANColumnParallelLinear(_FANLayer, ColumnParallelLinear):
     divides_rows = True
 
     def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the rank's rows as parts of the whole [p | g] map, which is alike in every layout."""
+        """Return the rank's rows as parts of the whole [p | g] map, which is the same in every layout."""
         state: dict[str, Any] = super().sharded_state_dict(prefix, *args, **kwargs)
         for name in ("weight", "bias"):
             key = prefix + name
@@ -102,7 +105,7 @@ class FANRowParallelLinear(_FANLayer, RowParallelLinear):
     def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the rank's columns as parts of the whole matrix, which reads [cos p1, sin p1, g1] in this order."""
         state: dict[str, Any] = super().sharded_state_dict(prefix, *args, **kwargs)
-        if self.shard.ranks > 1:
+        if self.shard.ranks > 1:  # a single rank's columns are the whole matrix, in this order
             key = f"{prefix}weight"
             state[key] = whole_tensor_factory(state[key], ["weight"], self.shard.feature_ranges(), dim=1)
         return state

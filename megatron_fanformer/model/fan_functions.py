@@ -1,6 +1,6 @@
 """Which rows of a FAN map a tensor parallel rank owns, and the autograd functions between the map and the next layer.
 
-These functions gather the pre-activation p | g over the ranks, take cos and sin, and go back in backward.
+The functions gather the pre-activation p | g over the ranks and take cos and sin; backward does the reverse.
 
 Shapes: s sequence, b micro batch, n = s b tokens, t tensor parallel ranks (T of them), h hidden size, w width of an
 output, P periodic and G linear rows of an output, v = G the width of g, k a rank's rows of all outputs, r a rank's rows
@@ -140,7 +140,7 @@ class Activation(NamedTuple):
     """Whether backward recomputes the outputs from p | g, so that forward does not keep them."""
 
     def gather(self, pre_sbk: Tensor) -> Exchanged:
-        """Start to gather the pre-activation [s, b, k] of all ranks: [t, s, b, k]."""
+        """Start to gather the pre-activation [s, b, k] of all ranks into one tensor [t, s, b, k]."""
         if self.shard.ranks == 1:
             return Exchanged(pre_sbk.unsqueeze(0))
         gathered_tsbk = pre_sbk.new_empty(self.shard.ranks, *pre_sbk.shape)
@@ -152,7 +152,7 @@ class Activation(NamedTuple):
     def activate(self, pre_tsbk: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
         """Return the outputs [s, b, w], and of each output g [n, v] if the gradient of a GELU needs g, else None."""
         pre_tnk = pre_tsbk.flatten(1, 2)
-        activate = fan_activation.implementation_for(pre_tnk).activate  # writes an output, and returns its g
+        activate = fan_activation.implementation_for(pre_tnk).activate  # writes an output in place, returns g
         outputs, kept_g = [], []
         for number, pre_tnr in enumerate(pre_tnk.split(self.shard.rows, dim=-1)):
             output = pre_tsbk.new_empty(*pre_tsbk.shape[1:3], self.shard.whole(number).width)
@@ -185,7 +185,7 @@ class Activation(NamedTuple):
 
 
 class FANActivation(torch.autograd.Function):
-    """This rank's p | g -> the whole outputs [cos p, sin p, g]; the gradient is summed over the ranks once.
+    """Computes the whole outputs [cos p, sin p, g] from the ranks' p | g; backward sums the gradient over the ranks.
 
     Backward takes cos p and sin p from the outputs, which the next layer keeps anyway. Only a GELU needs g kept.
     """
@@ -220,10 +220,11 @@ class FANActivationAndProduct(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         """Return the product [s, b, o], and all outputs [s, b, w]; callers cannot differentiate X_F, the first one."""
         outputs, kept_g = activation.activate(activation.gather(pre_sbk).wait())
-        ctx.save_for_backward(weight_oh, *((pre_sbk,) if activation.recompute else (*outputs, *kept_g)))
+        kept = (pre_sbk,) if activation.recompute else (*outputs, *kept_g)
+        ctx.save_for_backward(weight_oh, *kept)
         ctx.activation, ctx.fuses_accumulation = activation, fuses_accumulation
         ctx.mark_non_differentiable(outputs[0])
-        ctx.set_materialize_grads(False)  # else backward would get zeros as large as X_F
+        ctx.set_materialize_grads(False)  # else backward would get zeros as large as X_F for its gradient
         return torch.matmul(outputs[0], weight_oh.t()), *outputs
 
     @staticmethod

@@ -42,7 +42,7 @@ from megatron_fanformer.model.fan_functions import (
 from megatron_fanformer.runtime.layout import FANForm
 
 PARAMETERS = ("linear", "v_linear")
-"""Names in checkpoints of the maps to each output: to X_F, and to the values."""
+"""Names of the maps in checkpoints: the map to X_F, and the map to the values."""
 
 
 class FANOptions(NamedTuple):
@@ -59,7 +59,7 @@ class FANProjection(MegatronModule):
 
     In the `column` form every rank has the whole outputs, and the gradient of p | g is summed over the ranks: the next
     layer must not sum its input gradient (see `ActivatedColumnParallelLinear`). Under sequence parallelism X is this
-    rank's part of the sequence, and the map gathers X. In the `sequence` form the outputs are of that part, too.
+    rank's part of the sequence, and the map gathers X. In the `sequence` form a rank has that part of the outputs only.
 
     Args:
         linear: builds the linear map, column parallel or replicated to suit the form, with the input norm fused or not.
@@ -108,7 +108,7 @@ class FANProjection(MegatronModule):
         return outputs
 
     def discard(self, product: Tensor) -> None:
-        """If `recompute` is set, free the outputs until backward has the gradient of `product`, a product of X_F."""
+        """If `recompute` is set, free the outputs; backward recomputes them once it has the gradient of `product`."""
         if self._checkpoint is not None:
             self._checkpoint.discard_output_and_register_recompute(product)
             self._checkpoint = None
@@ -119,7 +119,7 @@ class FANProjection(MegatronModule):
         return pre_sbk
 
     def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the rank's rows as parts of the whole [p | g] maps, which are alike in every layout and form."""
+        """Return the rank's rows as parts of the whole [p | g] maps, which are the same in every layout and form."""
         linear: Any = self.linear  # a module whose class the layer spec chooses
         state = linear.sharded_state_dict(f"{prefix}linear.", *args, **kwargs)
         for name in ("weight", "bias"):
@@ -134,7 +134,7 @@ class FANProjection(MegatronModule):
 
 
 def without_sequence_parallel(config: TransformerConfig) -> TransformerConfig:
-    """Return a copy for the layer that reads the whole X_F on every rank, and so must not gather the sequence."""
+    """Return a copy for a layer that reads the whole X_F on every rank, and so must not gather the sequence."""
     config = copy.copy(config)
     config.sequence_parallel = False
     return config
@@ -155,7 +155,7 @@ class ActivatedColumnParallelLinear(ColumnParallelLinear):
     def forward(self, pre_sbk: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Map p | g of this rank's rows [s, b, k] to the product [s, b, o] and FAN's outputs [s, b, w].
 
-        The outputs take the place of Megatron's bias; the first one, X_F, has no gradient.
+        The outputs are returned where Megatron's layers return a bias; the first one, X_F, has no gradient.
         """
         product_sbo, *outputs = FANActivationAndProduct.apply(
             pre_sbk, self.weight, self.activation, self.gradient_accumulation_fusion
@@ -180,12 +180,12 @@ def whole_tensor_factory(
 
     @torch.no_grad()
     def build(key: str, tensor: Tensor, replica_id: Any, _flattened_range: Any) -> list[ShardedTensor]:
-        prefix = key.removesuffix(names[0])  # by now with the layer's global number, or an optimizer state's name
+        prefix = key.removesuffix(names[0])  # megatron-core has added the layer's number, or an optimizer state's name
         shards = []
-        for output, start, end, whole_start, whole in ranges:
+        for output, start, end, whole_start, whole_size in ranges:
             global_offset, global_shape = list(sharded.global_offset), list(sharded.global_shape)
-            global_offset[axes_before + dim], global_shape[axes_before + dim] = whole_start, whole
-            data = tensor.narrow(dim, start, end - start)[(None,) * axes_before]  # with the axes in front
+            global_offset[axes_before + dim], global_shape[axes_before + dim] = whole_start, whole_size
+            data = tensor.narrow(dim, start, end - start)[(None,) * axes_before]  # adds the axes in front
             shards.append(
                 replace(
                     sharded,
@@ -204,6 +204,6 @@ def whole_tensor_factory(
 
     @torch.no_grad()
     def merge(parts: list[Tensor]) -> Tensor:
-        return torch.cat([part.flatten(0, axes_before) for part in parts], dim)  # without the axes in front
+        return torch.cat([part.flatten(0, axes_before) for part in parts], dim)  # removes the axes in front
 
     return ShardedTensorFactory(sharded.key, sharded.data, build, merge, sharded.replica_id)

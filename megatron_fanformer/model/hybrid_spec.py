@@ -31,18 +31,18 @@ from megatron_fanformer.model.stages import Layers, Stage
 def stack_spec(fan: FANConfig | None = None, transformer_impl: TransformerImpl = "auto", **options: Any) -> ModuleSpec:
     """Return a stack whose `*` and `-` are the two halves of the layer that `layer_spec` returns for the arguments."""
     layer = layer_spec(fan, transformer_impl, **options).submodules
-    renamed = layer.sharded_state_dict_keys_map
+    new_keys = layer.sharded_state_dict_keys_map
     attention = TransformerLayerSubmodules(
         input_layernorm=layer.input_layernorm,
         self_attention=layer.self_attention,
         self_attn_bda=layer.self_attn_bda,
-        sharded_state_dict_keys_map={old: new for old, new in renamed.items() if old.startswith("self_attention.")},
+        sharded_state_dict_keys_map={old: new for old, new in new_keys.items() if old.startswith("self_attention.")},
     )
     mlp = TransformerLayerSubmodules(
         pre_mlp_layernorm=layer.pre_mlp_layernorm,
         mlp=layer.mlp,
         mlp_bda=layer.mlp_bda,
-        sharded_state_dict_keys_map={old: new for old, new in renamed.items() if old.startswith("mlp.")},
+        sharded_state_dict_keys_map={old: new for old, new in new_keys.items() if old.startswith("mlp.")},
     )
     is_local = resolve_transformer_impl(transformer_impl) == "local"
     return ModuleSpec(
@@ -60,7 +60,7 @@ class _LocalStack(HybridStack):
 
     def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any) -> None:
         super().__init__(config, *arguments, post_layer_norm=False, **options)  # without the Engine's norm
-        self.post_layer_norm = True  # so that forward applies `final_norm`
+        self.post_layer_norm = True  # else forward would not apply `final_norm`
         if self.post_process:
             self.final_norm = final_norm("local")(config, config.hidden_size, config.layernorm_epsilon)
 

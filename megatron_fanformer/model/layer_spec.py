@@ -96,7 +96,7 @@ def layer_spec(
         recompute_fan: whether backward recomputes X_F from p | g, so that X_F is not kept.
         qk_layernorm: whether queries and keys are normed; megatron-core's configuration must agree.
         heads_over: context parallel ranks that exchange heads (`attention.HeadExchange`). The model's process groups
-            must then be those without context parallelism.
+            must then be those without context parallelism. None: the ranks exchange no heads.
 
     Raises InputError if Transformer Engine is requested, and cannot be used or does not have this placement.
     """
@@ -190,7 +190,7 @@ def _engine_parts(fan: FANConfig, fan_form: FANForm, fp8_fan: bool, *, exchanges
         "core_attention": te_layers.PartOfHeadsTEDotProductAttention if exchanges_heads else TEDotProductAttention,
         "linear_proj": TERowParallelLinear,
     }
-    # In checkpoints, norms inside maps have the names of the local layer's norms.
+    # A norm inside a map is saved under the local layer's name, or neither implementation could load the other's.
     normed_map = "fan.linear" if placement.is_in_attention else "linear_qkv"
     other_submodules = {
         "input_layernorm": TENorm if is_sequence else IdentityOp,

@@ -33,11 +33,11 @@ def _tensor_problems(model: FANformerConfig, tp_size: int) -> Iterator[str]:
 
     valid_sizes = [ranks for ranks in divisors(heads) if is_valid(ranks)]
     if tp_size not in valid_sizes:
-        of_groups = (
+        group_clause = (
             "" if groups == heads else f", or not into whole or equally shared groups (model.num_query_groups {groups})"
         )
         yield (
-            f"{stated_size} does not divide model.num_attention_heads {heads}{of_groups}; choose one of "
+            f"{stated_size} does not divide model.num_attention_heads {heads}{group_clause}; choose one of "
             f"{', '.join(map(str, valid_sizes))}"
         )
     for name in ("ffn_hidden_size", "padded_vocab_size"):

@@ -53,7 +53,7 @@ def single_process(transformer_impl: TransformerImpl = "auto") -> Layout:
 
 
 def parse_layout(text: str, transformer_impl: TransformerImpl = "auto") -> Layout:
-    """Return the layout that `text` describes; fields that it does not name are as in `single_process`.
+    """Return the layout that `text` describes; fields that `text` does not name are as in `single_process`.
 
     Names are those of `parallel` and `kernels` in a configuration, or `SHORT_NAMES`, or `overlap` for both overlaps.
     Raises InputError, naming the text, if it cannot be read or breaks a rule.
@@ -78,8 +78,8 @@ def layout_fields(text: str) -> dict[str, Any]:
     """Return the values that a layout's text states or implies, by the long names of their fields."""
     fields: dict[str, Any] = {}
     for item in filter(None, COMMA_BETWEEN_ITEMS.split(text.replace(" ", ""))):
-        name, has_value, value = item.partition("=")
-        if not has_value:
+        name, equals_sign, value = item.partition("=")
+        if not equals_sign:
             raise InputError(f"layout {text!r}: {item!r} has no value; write it as in tp=2,sp=true")
         names = OVERLAP_FIELDS if name == "overlap" else (SHORT_NAMES.get(name, name),)
         try:
@@ -94,7 +94,7 @@ def layout_fields(text: str) -> dict[str, Any]:
 
 
 def configured_layout(parallel: ParallelConfig, kernels: KernelsConfig) -> tuple[str, Layout]:
-    """Return a layout's text and the layout; the text omits fields that are None or as in `single_process`."""
+    """Return the configured layout's text, without fields that are None or as in `single_process`, and the layout."""
     single = single_process(kernels.transformer_impl)
     sections: tuple[tuple[Any, Any], ...] = ((parallel, single.parallel), (kernels, single.kernels))
     stated = {

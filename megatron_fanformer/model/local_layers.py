@@ -1,7 +1,7 @@
 """The layers of the local layer spec that are this project's own, in plain torch.
 
-Shapes: s sequence, b micro batch, h hidden size, n heads of this rank, d head size, f inner size of the MLP; T tensor
-parallel ranks, C context parallel ranks, t tokens of all packed sequences.
+Shapes: s sequence, b micro batch, h hidden size, n heads of this rank, d head size, f inner size of the MLP, o rows of
+a weight; T tensor parallel ranks, C context parallel ranks, t tokens (of all packed sequences, or of a micro batch).
 """
 
 import itertools
@@ -31,7 +31,7 @@ class SwiGLU(MegatronModule):
         super().__init__(config=config)
 
     def forward(self, gate_and_up: Tensor) -> Tensor:
-        """[..., 2 f] -> [..., f]."""
+        """Map [..., 2 f] to [..., f]."""
         return swiglu(gate_and_up)
 
 
@@ -80,8 +80,8 @@ class TorchCoreAttention(MegatronModule):
     Under context parallelism each rank gathers the keys and values of the whole sequence, for the queries of its two
     chunks of the sequence (`runtime.layout.context_chunks`).
 
-    Packed sequences (documents) are computed one after another, neighbors of equal length together: the work is the sum
-    of the squares of their lengths.
+    Packed sequences (documents) are computed one after another, neighbors of equal length together: the work grows with
+    the sum of the squares of the documents' lengths.
 
     Takes the arguments of all of Megatron's core attentions. Raises ValueError for dropout, a bias, a mask that is not
     causal, and for packed sequences in another format than `thd` or under context parallelism.
@@ -122,7 +122,7 @@ class TorchCoreAttention(MegatronModule):
         """
         mask_type = attn_mask_type or self.attn_mask_type
         if mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask) or attention_bias is not None:
-            raise ValueError(f"the local core attention has only causal masks, not {mask_type}")
+            raise ValueError(f"the local core attention has only causal masks and no bias; the mask is {mask_type}")
         is_causal = mask_type == AttnMaskType.causal
         is_context_parallel = self.cp_group is not None and self.cp_group.size() > 1
         if packed_seq_params is not None:
@@ -151,7 +151,7 @@ class TorchCoreAttention(MegatronModule):
         """Attend within each sequence between two of `bounds`; queries, keys and values [t, n, d] -> [t, n * d]."""
         # (length, count) of neighbors of equal length
         runs = [(length, len(list(run))) for length, run in itertools.groupby(bounds.diff().tolist())]
-        # Split, not sliced: backward then joins the gradients of all parts once, and adds no whole tensor per part.
+        # (query, key, value) of each run; split, not sliced: backward joins the parts once, and adds no whole tensors.
         parts = zip(*(x.split([length * count for length, count in runs]) for x in qkv), strict=True)
         contexts = []
         for (length, count), part in zip(runs, parts, strict=True):
@@ -168,7 +168,7 @@ class TorchCoreAttention(MegatronModule):
         chunk_numbers = [number for rank in range(size) for number in context_chunks(rank, size)]
         in_order = torch.cat([chunks[chunk_numbers.index(number)] for number in range(2 * size)])
         key, value = in_order.chunk(2, dim=-1)
-        length = query.shape[0] // 2
+        length = query.shape[0] // 2  # of a chunk
         outputs = []
         for number, query_chunk in zip(context_chunks(self.cp_group.rank(), size), query.chunk(2), strict=True):
             end = (number + 1) * length
@@ -192,16 +192,16 @@ class RMSNorm(torch.nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
-def weight_gradient(weight_oh: Any, grad_no: Tensor, x_nh: Tensor, *, fuses_accumulation: bool) -> Tensor | None:
-    """Return the gradient of a weight; if accumulation is fused, add it to `main_grad`, and return a stand-in."""
+def weight_gradient(weight_oh: Any, grad_to: Tensor, x_th: Tensor, *, fuses_accumulation: bool) -> Tensor | None:
+    """Return the gradient of a weight; if accumulation is fused, add it to `main_grad`, and return `stand_in`."""
     if not (fuses_accumulation and hasattr(weight_oh, "main_grad")):
-        return grad_no.t().matmul(x_nh)
-    add_product(weight_oh.main_grad, grad_no, x_nh)
+        return grad_to.t().matmul(x_th)
+    add_product(weight_oh.main_grad, grad_to, x_th)
     return stand_in(weight_oh)
 
 
 def stand_in(weight_oh: Any) -> Tensor | None:
-    """Return what backward returns for a weight whose gradient is in `main_grad` already.
+    """Return the value that backward must return for a weight whose gradient is in `main_grad` already.
 
     Megatron marks the weight as ready for reduction if backward returns any tensor, and does not read that tensor if
     the weight has the flag `grad_added_to_main_grad`. A weight that is also this stage's embedding (it has

@@ -107,16 +107,14 @@ class LossHead(ColumnParallelLinear):
         weight = self.weight if weight is None else weight
         mask_sb = torch.ones_like(labels_sb, dtype=torch.float32) if loss_mask_sb is None else loss_mask_sb.float()
         is_differentiated = torch.is_grad_enabled() and (input_.requires_grad or weight.requires_grad)
-        losses_sb: Tensor = _LossHeadFunction.apply(
-            input_, weight, labels_sb, mask_sb, self, is_differentiated, columns
-        )
-        return losses_sb
+        losses: Tensor = _LossHeadFunction.apply(input_, weight, labels_sb, mask_sb, self, is_differentiated, columns)
+        return losses
 
 
 def rule_out_padding(logits: Tensor, columns: int | None) -> None:
     """Give all but the first `columns` of logits [..., v] a probability of 0, in place; None changes nothing.
 
-    They become the lowest number, not -inf: a rank may have padding alone, and softmax subtracts the largest logit.
+    They become the lowest number, not -inf: a rank may have padding alone, and -inf minus a maximum of -inf is NaN.
     """
     if columns is not None:
         logits[..., columns:] = torch.finfo(logits.dtype).min

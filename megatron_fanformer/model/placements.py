@@ -35,7 +35,7 @@ class LayerTensor(NamedTuple):
     """Transform from Megatron's tensor to the authors' tensors, by its name in `convert.name_table`."""
     hf_transform: str = "as it is"
     exists_in: Callable[["FANformerConfig"], bool] = lambda model: True
-    """Whether a model has the tensor, if its placement has: biases and norms of heads are optional."""
+    """Whether a model of a placement with this tensor has it: biases and norms of heads are optional."""
 
     def rows_of_group(self, heads_of_group: int, head_size: int) -> tuple[int, ...]:
         """Return how many rows of queries, keys and values a query group has; empty if the tensor has no such rows."""
@@ -225,7 +225,7 @@ QK_ROWS = Size("(n + k) d", lambda model: model.qkv_rows)
 
 
 def fan_tensors(name: str, shape: tuple[Size, ...], reference: str | None, hf: str) -> tuple[LayerTensor, LayerTensor]:
-    """Return the weight (of this shape) and the bias of a FAN map; `reference`: None if the authors have no map."""
+    """Return the weight (of this shape) and the bias of a FAN map; `reference`: None if the authors lack it."""
 
     def tensor(part: str, shape: tuple[Size, ...], exists_in: Callable[["FANformerConfig"], bool]) -> LayerTensor:
         reference_names = () if reference is None else (f"{reference}.{part}",)
@@ -256,7 +256,7 @@ class QKV(Placement):
         """Return the map to X_F, and the map to the values if a FAN layer makes them."""
         outputs = self.outputs(model.fan, model.hidden_size, model.value_size)
         names = ((f"{FAN}.weight", "p_ratio"), (f"{V_FAN}.weight", "v_p_ratio"))
-        return [FANMap(*name, *output) for name, output in zip(names, outputs, strict=False)]
+        return [FANMap(*name, *output) for name, output in zip(names, outputs, strict=False)]  # one output or two
 
     def attention(self) -> tuple[Any, Any]:
         """Return Megatron's self-attention with a FAN map in front."""

@@ -4,7 +4,7 @@
 Large Language Models") divides frequencies that turn less than `beta_slow` times in the original length, keeps those
 that turn more than `beta_fast` times, interpolates linearly between, and multiplies cos and sin by an attention factor.
 
-Queries and keys would both carry that factor, and their products its square. Here the square is in the softmax's scale:
+Queries and keys would both carry that factor, and their products its square. Here the softmax's scale has the square:
 rotations stay rotations, whichever kernel computes them, and cached keys do not have the factor.
 """
 
@@ -25,28 +25,28 @@ SECTION = "model.rope_scaling"
 class RopeScalingConfig:
     """Rotary positions beyond the length of the first training; names and meaning are transformers'.
 
-    A run that starts from a checkpoint (`checkpoint.load`) may change it, for it has no weights.
+    A run that starts from a checkpoint (`checkpoint.load`) may change these fields, since no weight depends on them.
     """
 
     rope_type: Literal["default", "linear", "yarn"] = "default"
-    """`default`: as they are; `linear`: divided by `factor`; `yarn`: by frequency, with an attention factor."""
+    """Frequencies: `default` keeps all, `linear` divides all by `factor`, `yarn` the low ones, and scales attention."""
     factor: float | None = None
-    """How many times the original length; at least 1."""
+    """Ratio of the new length to the original; at least 1."""
     original_max_position_embeddings: int | None = None
     """With `yarn`: the length that the model was trained on before, in tokens."""
     beta_fast: float = 32.0
     """With `yarn`: frequencies with more turns than this in the original length are kept."""
     beta_slow: float = 1.0
-    """With `yarn`: those with fewer are divided by `factor`."""
+    """With `yarn`: frequencies with fewer turns than this are divided by `factor`."""
     attention_factor: float | None = None
-    """With `yarn`: the factor of cos and sin; null: from `factor` and the next two."""
+    """With `yarn`: the factor of cos and sin; null: computed from `factor`, `mscale` and `mscale_all_dim`."""
     mscale: float | None = None
     """With `yarn`, if both are given: the attention factor is the ratio of 0.1 m ln `factor` + 1 for this m and for
     `mscale_all_dim`; else it is 0.1 ln `factor` + 1."""
     mscale_all_dim: float | None = None
     """See `mscale`."""
     truncate: bool = True
-    """With `yarn`: round the bounds between the frequencies to whole ones."""
+    """With `yarn`: round the two bounds, which are numbers of frequencies, to integers."""
 
     @property
     def is_scaled(self) -> bool:
@@ -76,7 +76,7 @@ class RopeScalingConfig:
         """Return the scaled angle by which each pair of a head turns per position, [head_size / 2] in float32."""
         import torch
 
-        powers = base ** (torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)  # 1 / angle, unscaled
+        powers = base ** (torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)  # 1 / unscaled angle
         assert self.factor is not None, "problems() demands it of scaled positions"
         if self.rope_type == "linear":
             return 1.0 / powers / self.factor

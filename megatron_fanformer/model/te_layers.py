@@ -1,4 +1,4 @@
-"""Layers for the Transformer Engine spec beyond megatron-core's own wrappers; imports only where the Engine does."""
+"""Layers for the Transformer Engine spec beyond megatron-core's wrappers; importable only where the Engine is."""
 
 import copy
 from typing import Any
@@ -19,10 +19,10 @@ from megatron_fanformer.model.fan_layer import without_sequence_parallel
 
 
 class WholeInputTEColumnParallelLinear(TELinear):
-    """A column parallel linear layer whose input is whole on every rank, and whose input gradient is not summed.
+    """A column parallel linear layer that reads the whole X_F on every rank, and does not sum the gradient of X_F.
 
-    The Engine's column parallel layer would sum that gradient over the ranks. So the rank's shard is built as a plain
-    layer (megatron-core's mode `duplicated`, without communication), and marked as a shard for the gradient norm.
+    FAN sums the gradient of p | g instead; the Engine's column parallel layer would sum that of X_F, too. So the rank's
+    shard is built as an unsharded layer (megatron-core's mode `duplicated`, without communication).
     """
 
     def __init__(
@@ -47,7 +47,8 @@ class WholeInputTEColumnParallelLinear(TELinear):
         )
         self.shard_group = tp_group
         for parameter in self.parameters():
-            parameter.tensor_model_parallel = True  # the mode `duplicated` has marked it as whole
+            # Without a parallel mode the Engine marks only the weight: the gradient norm would count one rank's bias.
+            parameter.tensor_model_parallel = True
             parameter.partition_dim, parameter.partition_stride = 0, 1
 
     def sharded_state_dict(
@@ -67,8 +68,8 @@ class WholeInputTEColumnParallelLinear(TELinear):
 class FANTELayerNormColumnParallelLinear(TELayerNormColumnParallelLinear):
     """The input norm and the FAN map of the `column` form.
 
-    megatron-core's overlap of tensor parallel communication knows only four names of maps. There this map has the name
-    of QKV, in whose place it gathers the sequence.
+    megatron-core's overlap of tensor parallel communication knows only four names of layers. This map takes QKV's name,
+    since it gathers the sequence in place of QKV.
     """
 
     def __init__(self, *args: Any, tp_comm_buffer_name: str | None = None, **kwargs: Any) -> None:
@@ -76,7 +77,7 @@ class FANTELayerNormColumnParallelLinear(TELayerNormColumnParallelLinear):
 
 
 class ReplicatedTELinear(TELinear):
-    """`ReplicatedLinear` by Transformer Engine, in megatron-core's mode `duplicated`."""
+    """`local_layers.ReplicatedLinear` by Transformer Engine: megatron-core's mode `duplicated`, without `tp_group`."""
 
     def __init__(
         self,
@@ -97,7 +98,8 @@ class ReplicatedTELinear(TELinear):
             **kwargs,
         )
         for parameter in self.parameters():
-            parameter.tensor_model_parallel = False  # else the gradient norm counts the weight on every rank
+            # The Engine marks a weight as a shard in every mode: the gradient norm would count every rank's copy.
+            parameter.tensor_model_parallel = False
 
 
 class PartOfHeadsTEDotProductAttention(TEDotProductAttention):
@@ -115,7 +117,7 @@ class PartOfHeadsTEDotProductAttention(TEDotProductAttention):
         super().__init__(local_config, *args, **kwargs)
 
 
-# Positional arguments (enabled, calibrating, recipe) are alike under the Engine's older name.
+# The Engine's older name takes the same positional arguments: enabled, calibrating, recipe.
 _autocast = getattr(engine, "autocast", None) or engine.fp8_autocast
 
 
@@ -143,7 +145,7 @@ def fuse_gradient_accumulation(chunk: torch.nn.Module) -> None:
     """Make the Engine's layers add weight gradients to the main gradients inside the product, by cuBLAS.
 
     megatron-core's own flag is not set: its output layer would follow the flag, too, and fail without apex's kernel.
-    By the first backward, megatron-core's data parallel wrapper must have made the main gradients.
+    megatron-core's data parallel wrapper must have allocated the main gradients before the first backward.
     """
     for module in chunk.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):

@@ -1,6 +1,6 @@
-"""The store of the ranks; agreement on the outcome of one rank's work, or on the values of all.
+"""The store at which ranks meet, and collective calls that share one rank's result or error, or the values of all.
 
-torch's stores neither authenticate nor encrypt. The store of ranks of one machine listens on its loopback alone.
+torch's stores neither authenticate nor encrypt. The store for the ranks of one machine listens on its loopback alone.
 """
 
 import logging
@@ -19,7 +19,7 @@ from megatron_fanformer.runtime import device as devices
 
 LOOPBACK = "127.0.0.1"
 WAITING_CLIENTS = 4096  # connections that the kernel holds until the store answers them: ranks come all at once
-LONGEST_WORK = timedelta(days=7)  # such as a terabyte of tokens, summed: longer than a collective may wait
+LONGEST_WORK = timedelta(days=7)  # such as checksums of a terabyte of tokens: longer than a collective may wait
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ Failure = TypeVar("Failure", bound=FanformerError)
 
 
 def loopback_store() -> dist.TCPStore:
-    """Return a store of this process for ranks of this machine."""
+    """Start a store in this process for ranks of this machine, and return it."""
     listener = socket.create_server((LOOPBACK, 0), backlog=WAITING_CLIENTS)
     port = listener.getsockname()[1]
     # The store closes the listener. Without one, it would listen on every interface.
@@ -51,11 +51,11 @@ def store_of_ranks(address: devices.RankAddress, timeout: timedelta) -> Any:
             f"rank {address.rank} of {address.world_size} cannot meet the others at {url} ({reason}); check that all "
             "nodes were started with the same MASTER_ADDR and a free MASTER_PORT, and reach each other"
         ) from error
-    return dist.PrefixStore(f"ranks-{devices.restart_count()}", store)  # torchrun's store outlives a restart
+    return dist.PrefixStore(f"ranks-{devices.restart_count()}", store)  # torchrun's store keeps old keys
 
 
 def _await_name(name: str, seconds: float) -> None:
-    """Wait until a host name resolves, as a Kubernetes pod's does some time after its start.
+    """Wait until a host name resolves: a Kubernetes pod's name does so only some time after the pod's start.
 
     Raises FanformerError after `seconds`.
     """
@@ -93,7 +93,7 @@ def on_main(function: Callable[[], Result]) -> Result:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return function()
     store = _get_default_store()
-    calls = store.add(f"calls of rank {dist.get_rank()}", 1)  # as many as on every other rank
+    calls = store.add(f"calls of rank {dist.get_rank()}", 1)  # every rank has made as many
     key = f"on_main {calls}"
     value, failure = None, None
     if is_main():
@@ -108,7 +108,7 @@ def on_main(function: Callable[[], Result]) -> Result:
         value, failure = pickle.loads(store.get(key))
     if failure is None:
         return cast(Result, value)
-    dist.barrier()  # the main rank is about to exit: not before the others know why
+    dist.barrier()  # the main rank, which may host the store, must not exit before the others have read the error
     raise failure
 
 
@@ -125,12 +125,12 @@ def raise_on_all(failure: Exception | None, group: dist.ProcessGroup) -> NoRetur
     """
     box = [None if failure is None else _for_others(failure)]
     dist.broadcast_object_list(box, group=group, group_src=0)
-    dist.barrier(group)  # as in `on_main`
+    dist.barrier(group)  # the first rank must not exit before
     raise cast(Exception, failure or box[0])
 
 
 def reported_by_main(failure: Failure) -> Failure:
-    """Mark an error that every rank raises by itself as reported elsewhere on all but the main rank; return it."""
+    """Return an error that every rank raises by itself, marked as reported elsewhere on all ranks but the main one."""
     failure.already_reported = not is_main()
     return failure
 

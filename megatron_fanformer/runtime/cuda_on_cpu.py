@@ -1,6 +1,6 @@
 """Patches of torch for `megatron_cpu`: calls of CUDA by megatron-core work on the CPU.
 
-torch is imported where it is used: whoever patches it as it is imported can import this module.
+torch is imported by the functions that use it, so that `device` can import this module without torch.
 """
 
 import functools
@@ -20,12 +20,12 @@ FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "rand", "randn", "
 
 @functools.cache
 def map_cuda() -> None:
-    """Patch torch's factories, `torch.cuda` and tensors; do nothing the second time. Comments name the callers."""
+    """Patch torch's factories, `torch.cuda` and tensors, once. Comments name the callers in megatron-core."""
     import torch
     from torch.utils._device import _device_constructors
 
-    # torch keeps a list of its factories, made when `with torch.device(…)` is first used, and knows them by identity:
-    # it must hold the originals, which the replacements call.
+    # torch makes a list of its factories when `with torch.device(…)` is first used, and looks each called factory up
+    # there. The replacements call the originals, so the list must be made while torch still has the originals.
     _device_constructors()
     for name in FACTORIES:
         setattr(torch, name, _make_on_cpu(getattr(torch, name)))
@@ -36,7 +36,7 @@ def map_cuda() -> None:
     cuda.set_device = lambda *_: None  # asynchronous save, schedules
     cuda.device_count = lambda: 1  # the checkpoint writer divides by it
     cuda.synchronize = lambda *_: None  # asynchronous save, timers
-    # Overlap of gradient reduction; default_stream where several groups of replicas have the optimizer's state.
+    # Overlap of gradient reduction; default_stream with several `num_distributed_optimizer_instances`.
     cuda.current_stream = cuda.default_stream = lambda *_: _InertStream()
     cuda.Stream = cuda.Event = _InertStream
     cuda.stream = lambda *_: nullcontext()
@@ -47,7 +47,7 @@ def map_cuda() -> None:
     cuda.BFloat16Tensor = torch.BFloat16Tensor
 
     plain_type = torch.Tensor.type
-    # What gradient clipping and the distributed optimizer accept.
+    # Gradient clipping and the distributed optimizer accept only these types.
     cuda_names = {
         torch.float32: "torch.cuda.FloatTensor",
         torch.float16: "torch.cuda.HalfTensor",
@@ -65,7 +65,7 @@ def map_cuda() -> None:
 
 
 def _make_on_cpu(factory: Callable[..., "torch.Tensor"]) -> Callable[..., "torch.Tensor"]:
-    """Return a factory that makes the tensors that are asked of CUDA on the CPU, and none in pinned memory."""
+    """Return the factory, changed: tensors on CUDA are made on the CPU instead, and none in pinned memory."""
 
     @functools.wraps(factory)
     def on_cpu(*args: Any, **kwargs: Any) -> "torch.Tensor":

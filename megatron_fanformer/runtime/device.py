@@ -1,4 +1,4 @@
-"""The device of this process, and all facts about it in the environment.
+"""The device of this process, and everything that the process reads from environment variables.
 
 Besides `environment`, which sets the variables of libraries, no other module reads environment variables.
 torch, which takes seconds to import, is imported by the functions that need it.
@@ -95,23 +95,23 @@ def hide_gpus() -> None:
 
 
 def has_bf16_matrix_units(device: DeviceKind) -> bool:
-    """Return whether bf16 matrix products are faster than float32: every supported GPU, CPUs with AMX or AVX512-BF16.
+    """Return whether bf16 products are faster than float32 ones: on supported GPUs, CPUs with AMX or AVX512-BF16.
 
-    A CPU whose units oneDNN may not use, by ONEDNN_MAX_CPU_ISA, computes them some fifty times slower than float32.
+    Where ONEDNN_MAX_CPU_ISA keeps oneDNN from a CPU's units, bf16 products are some fifty times slower than float32.
     """
     import torch
 
     if device == "cuda":
         return torch.cuda.is_bf16_supported()
     # torch has no public query. The first function asks oneDNN, the two others ask the CPU.
-    is_used: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return is_used and (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
+    is_enabled: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return is_enabled and (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
 
 
 def has_fused_gradient_kernel() -> bool:
     """Return whether megatron-core's own layers can add a weight gradient into its buffer inside the product.
 
-    On a GPU by NVIDIA apex's kernel; on a CPU by its replacement in `megatron_cpu`.
+    On a GPU they need NVIDIA apex's kernel; on a CPU they call its replacement in `megatron_cpu`.
     """
     import torch
 
@@ -128,8 +128,8 @@ def has_transformer_engine() -> bool:
 def fp8_problem(recipe: str) -> str | None:
     """Return why this machine's GPU does not support an FP8 recipe (by Megatron's name), or None.
 
-    By compute capability, as in Transformer Engine 2.20: FP8 came with 8.9, block scaling with 9.0 and CUDA 12.9,
-    blocks of 32 in hardware with 10.0 (but not all of their products with 12.0).
+    The bounds are compute capabilities, as in Transformer Engine 2.20: FP8 came with 8.9, block scaling with 9.0 and
+    CUDA 12.9, blocks of 32 in hardware with 10.0 (but 12.0 lacks some of their products).
     """
     import torch
 
@@ -183,12 +183,12 @@ def rank_address() -> RankAddress | None:
             "before srun, as examples/slurm.sh does"
         )
     tasks = int(env["SLURM_STEP_NUM_TASKS"])
-    tasks_per_node = env.get("SLURM_STEP_TASKS_PER_NODE", str(tasks))  # such as "8(x4)": uneven steps are not used
+    tasks_per_node = env.get("SLURM_STEP_TASKS_PER_NODE", str(tasks))  # "8(x4)": 8 on each of 4 nodes
     return RankAddress(
         rank=int(env["SLURM_PROCID"]),
         world_size=tasks,
         local_rank=int(env["SLURM_LOCALID"]),
-        local_world_size=int(tasks_per_node.split("(")[0].split(",")[0]),
+        local_world_size=int(tasks_per_node.split("(")[0].split(",")[0]),  # the first node's; all must have as many
         master_address=env["MASTER_ADDR"],
         master_port=int(env.get("MASTER_PORT", "29500")),
     )
@@ -212,7 +212,8 @@ def is_bound_by_launcher() -> bool:
     """
     env = os.environ
     tasks = env.get("SLURM_STEP_NUM_TASKS", "1")
-    is_task = int(tasks) > 1 and ("RANK" not in env or env.get("WORLD_SIZE") == tasks)  # there are as many ranks
+    # torchrun sets RANK; then this rank is a whole task only if there are as many ranks as tasks.
+    is_task = int(tasks) > 1 and ("RANK" not in env or env.get("WORLD_SIZE") == tasks)
     binding = env.get("SLURM_CPU_BIND_TYPE", "")
     return is_task and bool(binding.strip(":, ")) and "none" not in binding
 
@@ -251,9 +252,9 @@ def listen_on_loopback() -> None:
         os.environ.setdefault(name, LOOPBACK_INTERFACE)
 
 
-LAUNCHED_HERE = "FANFORMER_LAUNCHED_HERE"
-LAUNCHER = "FANFORMER_LAUNCHER"
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+LAUNCHED_HERE = "FANFORMER_LAUNCHED_HERE"  # path of the rank's payload
+LAUNCHER = "FANFORMER_LAUNCHER"  # process id
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # path at which the launcher expects a rank's error
 
 
 def rank_environment(
@@ -286,7 +287,7 @@ def rank_environment(
 
 
 def launched_here() -> bool:
-    """Return whether this process is a rank that `launch` started, which reports failures to the user itself."""
+    """Return whether this process is a rank that `launch` started; then its launcher reports failures to the user."""
     return LAUNCHED_HERE in os.environ and "RANK" in os.environ
 
 
@@ -310,10 +311,10 @@ def error_file() -> Path | None:
     return Path(os.environ[ERROR_FILE]) if os.environ.get(ERROR_FILE) else None
 
 
-# Settings of glibc's mallopt: never trim the heap, grow it by 256 MiB, and take nothing from outside it. Keys are the
-# environment variables by which a user sets the same; values are the number and the value of the parameter.
+# Settings of glibc's mallopt: never trim the heap, grow it by 256 MiB, and take no memory from outside the heap. Keys
+# are the environment variables by which a user sets the same; values are mallopt's arguments (parameter, value).
 MALLOPT_SETTINGS = {"MALLOC_TRIM_THRESHOLD_": (-1, -1), "MALLOC_TOP_PAD_": (-2, 2**28), "MALLOC_MMAP_MAX_": (-4, 0)}
-_is_kept = False
+_keeps_freed_memory = False
 
 
 def keep_freed_memory() -> None:
@@ -322,7 +323,7 @@ def keep_freed_memory() -> None:
     Otherwise the kernel zeroes thousands of huge pages anew in every step. The process stays as large as at its peak,
     and grows if sizes change from step to step (`return_freed_memory`). A user's own malloc settings win.
     """
-    global _is_kept
+    global _keeps_freed_memory
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     is_set = any(name in os.environ for name in MALLOPT_SETTINGS) or "glibc.malloc." in os.environ.get(
         "GLIBC_TUNABLES", ""
@@ -331,7 +332,7 @@ def keep_freed_memory() -> None:
         return
     for parameter, value in MALLOPT_SETTINGS.values():
         mallopt(parameter, value)
-    _is_kept = True
+    _keeps_freed_memory = True
 
 
 def return_freed_memory() -> None:
@@ -340,7 +341,7 @@ def return_freed_memory() -> None:
     Call it now and then if tensors have many sizes: pieces kept for one size seldom fit the next, and the process
     would grow without end (beyond 23 GB in scoring the paper's tasks by a model of 13 MB).
     """
-    if _is_kept:
+    if _keeps_freed_memory:
         ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -371,19 +372,20 @@ def prepare_megatron(shape: environment.RunShape = environment.ANY_SHAPE, *, on_
 
 
 def threads_of_environment() -> int | None:
-    """Return the number of threads in OMP_NUM_THREADS; None if that is not set, or is no number."""
-    outermost = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # a list is of nested regions
+    """Return the number of threads in OMP_NUM_THREADS; None if it is not set, no number, or not positive."""
+    # OMP_NUM_THREADS may list one number per nesting level of parallel regions; the first is the outermost level's.
+    outermost = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(outermost) if outermost.isdecimal() and int(outermost) > 0 else None
 
 
 def threads_per_rank(local_ranks: int) -> int:
     """Return the CPU threads of each rank on this machine: OMP_NUM_THREADS, else an equal share of the usable cores."""
-    # A rank that is bound sees its own cores alone.
+    # A bound rank may use only its own cores, which it shares with no other rank.
     return threads_of_environment() or max(1, usable_cores() // (1 if is_bound_by_launcher() else local_ranks))
 
 
 def configure_process(device: DeviceKind, local_rank: int, threads: int, *, deterministic: bool = False) -> None:
-    """Select this rank's GPU; or, on a CPU, set the number of its threads and keep the memory that it frees.
+    """Select this rank's GPU; or, on a CPU, set the number of threads and keep freed memory for reuse.
 
     Args:
         deterministic: on a GPU, restrict torch to algorithms that give the same bits every time. (`prepare_libraries`
@@ -394,7 +396,7 @@ def configure_process(device: DeviceKind, local_rank: int, threads: int, *, dete
     if device == "cuda":
         if deterministic:
             torch.use_deterministic_algorithms(True)
-            # Nothing here reads uninitialized memory.
+            # Filling uninitialized memory would only cost time: nothing here reads it.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.cuda.set_device(local_rank % torch.cuda.device_count())  # over gloo, ranks may share one
     else:
@@ -434,7 +436,7 @@ NOTICES = (
 
 
 def quieten_libraries() -> None:
-    """Silence exactly `NOTICES`, here and in child processes (checkpoint writers import them again); idempotent."""
+    """Silence `NOTICES`, here and in children (checkpoint writers), and log messages below errors; idempotent."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler reports its start and its stop on the terminal
@@ -442,7 +444,7 @@ def quieten_libraries() -> None:
         warnings.filterwarnings("ignore", message=r"\s*" + re.escape(notice))
     filters = os.environ.get("PYTHONWARNINGS", "").split(",")
     ours = [f"ignore:{notice}" for notice in NOTICES if not {":", ","} & {*notice}]  # the variable's own separators
-    # Each filter once: or the environment grows with every command of a process until it is too large for a child.
+    # Each filter once, or the variable grows with every command of this process until no child can be started with it.
     os.environ["PYTHONWARNINGS"] = ",".join(dict.fromkeys([*filter(None, filters), *ours]))
     for name in ("megatron.core", "torch.distributed", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -17,7 +17,7 @@ from megatron_fanformer.runtime.layout import ParallelConfig
 
 OMP_THREADS = "OMP_NUM_THREADS"
 SET_HERE = "FANFORMER_ENVIRONMENT"
-"""Names of the variables that this program has set: its later runs and children must not take them for the user's."""
+"""Names of variables that this program has set: later runs and child processes must not take these for the user's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,7 @@ class RunShape:
     @property
     def ranks(self) -> int:
         """Return the number of the run's ranks."""
-        parallel = self.parallel
-        return self.replicas * parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+        return self.replicas * self.parallel.tensor_model_parallel_size * self.parallel.pipeline_model_parallel_size
 
     @property
     def overlaps_norms(self) -> bool:
@@ -88,7 +87,7 @@ def _peers(shape: RunShape) -> bool:
 IS_DETERMINISTIC = attrgetter("deterministic")
 MARGIN = _fixed("20", lambda shape: shape.overlaps_norms)
 SETTINGS = (
-    # With one connection launches keep their order; with more, streams do not wait in one queue.
+    # One connection keeps kernels in the order of their launches; with more, streams do not wait in one queue.
     Setting("CUDA_DEVICE_MAX_CONNECTIONS", _connections),
     # Lets collectives overtake matrix products.
     Setting("TORCH_NCCL_HIGH_PRIORITY", _fixed("1", _peers)),
@@ -103,17 +102,17 @@ SETTINGS = (
         _fixed("expandable_segments:True", lambda shape: not shape.is_any),
         other="PYTORCH_CUDA_ALLOC_CONF",
     ),
-    # NCCL would register addresses that expanding segments do not keep: an illegal memory access (megatron-core).
+    # NCCL would register addresses that expandable segments do not keep: an illegal memory access (megatron-core).
     Setting("NCCL_GRAPH_REGISTER", _fixed("0", lambda shape: shape.cuda_graphs), is_required=True),
     # A rank's share of the cores: OpenMP would start a thread for every core in each rank.
     Setting(OMP_THREADS, lambda shape: None if shape.threads is None else str(shape.threads)),
-    # Attention's backward adds in any order, cuBLAS splits products by stream, NCCL chooses by measuring at its start.
+    # Else attention's backward adds in any order, cuBLAS splits products by stream, and NCCL chooses by measuring.
     Setting("NVTE_ALLOW_NONDETERMINISTIC_ALGO", _fixed("0", IS_DETERMINISTIC), is_required=True),
     Setting("CUBLAS_WORKSPACE_CONFIG", _fixed(":4096:8", IS_DETERMINISTIC), is_required=True),
     Setting("NCCL_ALGO", _fixed("Ring", IS_DETERMINISTIC)),
-    # With two cuDNNs the Engine's attention falls back to one that keeps every score, without a word.
+    # With two cuDNNs the Engine silently falls back to an attention that stores all scores.
     Setting("CUDNN_HOME", _cudnn_of_torch, other="CUDNN_PATH"),
-    # The kernel zeroes pages of 4 KiB one by one (PyTorch).
+    # Huge pages for tensors on the CPU: the kernel would zero pages of 4 KiB one by one (PyTorch).
     Setting("THP_MEM_ALLOC_ENABLE", _fixed("1")),
 )
 
@@ -122,29 +121,29 @@ def prepare(shape: RunShape = ANY_SHAPE, env: MutableMapping[str, str] = os.envi
     """Set the variables that the environment leaves open; call it before torch is imported and a GPU is used.
 
     Returns:
-        A line for each value of the user that this run would have set otherwise, except a number of threads.
+        A line for each value of the user that differs from this run's, except a number of threads.
 
     Raises:
         InputError: the environment has a value that would make the run wrong; nothing was set.
     """
     set_here = set(env.get(SET_HERE, "").split(","))
-    kept, ours = [], {}
+    kept, new_values = [], {}
     for setting in SETTINGS:
         value = setting.value(shape)
-        of_user = [name for name in (setting.variable, setting.other) if name in env and name not in set_here]
-        if not of_user:
-            ours[setting.variable] = value
-        elif value not in (None, env[of_user[0]]):
-            name, user_value = of_user[0], env[of_user[0]]
+        user_names = [name for name in (setting.variable, setting.other) if name in env and name not in set_here]
+        if not user_names:
+            new_values[setting.variable] = value
+        elif value not in (None, env[user_names[0]]):
+            name, user_value = user_names[0], env[user_names[0]]
             if setting.is_required:
                 raise InputError(f"{name} is {user_value} in the environment, but this run needs {value}; unset it")
             if setting.variable != OMP_THREADS:
                 kept.append(f"{name} {user_value} (this run would set {value})")
-    for name, value in ours.items():
+    for name, value in new_values.items():
         if value is not None:
             env[name] = value
             set_here.add(name)
         else:
-            env.pop(name, None)  # set for an earlier run of this process
+            env.pop(name, None)  # an earlier run of this process may have set it
     env[SET_HERE] = ",".join(sorted(set_here))
     return kept

@@ -26,8 +26,8 @@ from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.layout import RuntimeConfig
 
 STOP_GRACE_SECONDS = 600  # how long a rank may take to save after a signal to stop, and to end after another ended
-FAILURE_GRACE_SECONDS = 0.5  # ranks that fail together end together
-KILLED_SECONDS = 10.0
+FAILURE_GRACE_SECONDS = 0.5  # for other ranks that fail at the same time, since their errors may tell more
+KILLED_SECONDS = 10.0  # how long to wait for a killed rank
 POLL_SECONDS = 0.05
 PEER_FAILURE_WAIT_SECONDS = 15.0  # a rank that lost a peer lets the peer's own error be seen first
 CLOSING_SECONDS = 90.0  # for rank 0's last logs once the others have ended: W&B takes a minute at most
@@ -40,7 +40,7 @@ def refuse_ranks_without_gpu(ranks: int, runtime: RuntimeConfig, *, origin: str,
         origin: the setting that requires so many ranks, for the message.
         remedy: the end of the message.
     """
-    import torch  # after errors are reported
+    import torch  # it takes seconds, and errors in the configuration are reported before
 
     kind = devices.resolve_device(runtime.device)
     if runtime.backend(kind) == "nccl" and ranks > (count := torch.cuda.device_count()):
@@ -108,7 +108,7 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str], *, threads: int, payl
     with tempfile.TemporaryDirectory(prefix="fanformer-") as folder:
         file = Path(folder) / "payload"
         file.write_bytes(pickle.dumps(payload))
-        store = loopback_store()  # it answers while this is running
+        store = loopback_store()  # serves the ranks for as long as this object exists
         signals: deque[signal.Signals] = deque()
         ranks: list[_Rank] = []
         with signals_to(signals.append):
@@ -165,10 +165,10 @@ def _wait_for(ranks: list[_Rank], signals: "deque[signal.Signals]") -> None:
         grace = time.monotonic() + FAILURE_GRACE_SECONDS
         while time.monotonic() < grace and any(rank.code is None for rank in ranks):
             time.sleep(POLL_SECONDS)
-        # If one rank was stopped, the others fail because it is gone.
+        # If a signal stopped one rank, the others fail only because that rank is gone.
         failures = [rank.failure(stop) for rank in ranks if rank.has_failed]
         raise next((failure for failure in failures if isinstance(failure, Interrupted)), failures[0])
-    if any(rank.code for rank in ranks):  # not failed, so it saved on a signal
+    if any(rank.code for rank in ranks):  # a rank that has not failed, and so has saved on a signal
         name = stop.name if stop else "a signal to a rank"
         raise Interrupted(f"stopped on {name}, saved; run the same command to continue")
 
@@ -183,10 +183,10 @@ def read_payload() -> Any:
 
 
 def end_with_launcher() -> None:
-    """Make this rank end when the process that launched it does; to be called first.
+    """Make this rank end when the process that launched it ends; must be called before the rank's work.
 
-    Only SIGKILL ends our launcher without its ranks, which then end at once, too. A second signal ends torchrun while
-    its ranks still save; these then get the signal to stop once more. (Slurm ends its ranks itself.)
+    Our launcher ends without its ranks only on SIGKILL; the ranks then end at once. torchrun ends on a second signal
+    while its ranks still save; the ranks then get the signal to stop once more. (Slurm ends its ranks itself.)
     """
     if (launcher := devices.launcher_process()) is not None:
         end_with_owner(launcher)
@@ -214,12 +214,12 @@ def report_failure() -> Iterator[None]:
 
 
 def _leave_for_launcher(error: Exception) -> None:
-    """Write an error to the launcher's file, if it has one, in the format of torch's launchers."""
+    """Write an error to the file in which the launcher expects one, if any, in the format of torch's launchers."""
     file = devices.error_file()
     if file is None:
         return
     text = str(error) if isinstance(error, FanformerError) else f"{type(error).__name__}: {error}"
-    if not isinstance(error, Interrupted | PeerFailed | DivergenceError):  # all ranks meet these
+    if not isinstance(error, Interrupted | PeerFailed | DivergenceError):  # all ranks raise these: no rank to name
         text = f"rank {devices.rank_number()}: {text}"
     details = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))}
     with suppress(OSError):  # a full disk must not hide the error

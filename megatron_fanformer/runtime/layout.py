@@ -17,7 +17,7 @@ FANForm = Literal["column", "sequence"]
 RecomputeModule = Literal["core_attn", "layernorm", "mlp", "fan"]
 DEFAULT_RECOMPUTE_MODULES: tuple[RecomputeModule, ...] = ("core_attn",)
 
-COUNTS = (
+COUNTS = (  # fields that are at least 1, or null
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
@@ -89,11 +89,11 @@ class ParallelConfig:
     context_parallel_size: int = 1
     """Ranks that share each sample's sequence."""
     cp_comm_type: Literal["p2p", "all_gather", "a2a"] | None = None
-    """What attention exchanges: keys and values, in a ring (`p2p`, by Transformer Engine alone) or all at once
-    (`all_gather`), or heads against parts of the sequence (`a2a`, which attention within documents needs); null: the
-    Engine's ring, and the local layers gather."""
+    """Attention exchanges keys and values, in a ring (`p2p`, by Transformer Engine alone) or all at once
+    (`all_gather`), or heads for parts of the sequence (`a2a`, which attention within documents needs); null: a ring
+    with the Engine's layers, all at once with the local ones."""
     data_parallel_size: int | None = None
-    """Replicas of the model; null: what the world size leaves, or 1 where it is started directly."""
+    """Replicas of the model; null: the world size divided by the sizes above, or 1 without a launcher's world size."""
     sequence_parallel: bool = False
     """Shard norms and residuals along the sequence over tensor-parallel ranks."""
     fan_form: FANForm = "column"
@@ -113,8 +113,8 @@ class ParallelConfig:
     recompute_granularity: Literal["full", "selective"] | None = None
     """Recompute activations in backward: `full` layers, or `recompute_modules`."""
     recompute_method: Literal["uniform", "block"] | None = None
-    """With `full`: `uniform` keeps the input of every `recompute_num_layers` layers, `block` recomputes the first so
-    many of a stage."""
+    """With `full`: `uniform` keeps the input of every `recompute_num_layers` layers, `block` recomputes the first
+    `recompute_num_layers` layers of a stage."""
     recompute_num_layers: int | None = None
     """With `full`: see `recompute_method`."""
     recompute_modules: list[RecomputeModule] = field(default_factory=lambda: [*DEFAULT_RECOMPUTE_MODULES])
@@ -172,10 +172,10 @@ class ParallelConfig:
         if self.pipeline_model_parallel_layout is not None:
             layers = [chunk.count(LAYER) for chunk in layout_chunks(self.pipeline_model_parallel_layout)]
             return [layers[start : start + stages] for start in range(0, len(layers), stages)]
-        of_stages = self.layers_per_stage(num_layers)
-        if of_stages is None or any(layers % chunks for layers in of_stages):
+        stage_layers = self.layers_per_stage(num_layers)
+        if stage_layers is None or any(layers % chunks for layers in stage_layers):
             return None
-        return [[layers // chunks for layers in of_stages]] * chunks
+        return [[layers // chunks for layers in stage_layers]] * chunks
 
     def layers_per_stage(self, num_layers: int) -> list[int] | None:
         """Return the layers of each pipeline stage, all its chunks together; None if they do not divide evenly."""
@@ -186,6 +186,7 @@ class ParallelConfig:
         first, last = self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage
         other_stages = stages - (first is not None) - (last is not None)
         other_layers = num_layers - (first or 0) - (last or 0)
+        # Without other stages, all remaining layers are the rest, for which there is no place.
         per_stage, rest = divmod(other_layers, other_stages) if other_stages else (0, other_layers)
         if other_layers < 0 or rest:
             return None
@@ -237,26 +238,26 @@ class ParallelConfig:
                 yield f"{name} is {getattr(self, name)} at pipeline_model_parallel_size 1; set it to null"
 
     def _layout_problems(self, text: str) -> Iterator[str]:
-        given = f"pipeline_model_parallel_layout is {text!a}"
+        start = f"pipeline_model_parallel_layout is {text!a}"
         stages, chunks = self.pipeline_model_parallel_size, layout_chunks(text)
-        virtual, stated = len(chunks) // stages, self.virtual_pipeline_model_parallel_size
+        implied, stated = len(chunks) // stages, self.virtual_pipeline_model_parallel_size
         whole = "".join(chunks)
         if len(whole) > MOST_LAYERS or whole != f"{EMBEDDING}{LAYER * (len(whole) - 2)}{LOSS}":
             yield (
-                f"{given}; it must begin with E, end with L, and have at most {MOST_LAYERS:,} layers t between, with | "
+                f"{start}; it must begin with E, end with L, and have at most {MOST_LAYERS:,} layers t between, with | "
                 "between chunks, as in Et*3|(t*4|)*6t*3|L"
             )
         elif not all(chunks):  # an empty chunk would output its very input, which the schedule frees as an output
-            yield f"{given}, in which chunk {chunks.index('')} is empty; give it a layer t, or remove a |"
-        elif len(chunks) % stages or stated not in (None, virtual):
+            yield f"{start}, in which chunk {chunks.index('')} is empty; give it a layer t, or remove a |"
+        elif len(chunks) % stages or stated not in (None, implied):
             yield (
-                f"{given}, of {len(chunks)} chunks, and pipeline_model_parallel_size {stages} x "
+                f"{start}, of {len(chunks)} chunks, and pipeline_model_parallel_size {stages} x "
                 f"virtual_pipeline_model_parallel_size {stated or 'any'} has others; write as many, or change those"
             )
         elif stages == 1:
-            yield f"{given} at pipeline_model_parallel_size 1; set it to null"
+            yield f"{start} at pipeline_model_parallel_size 1; set it to null"
         if self.num_layers_in_first_pipeline_stage or self.num_layers_in_last_pipeline_stage:
-            yield f"{given}, and so are num_layers_in_first_pipeline_stage or …_last_… given; set those to null"
+            yield f"{start}, and so are num_layers_in_first_pipeline_stage or …_last_… given; set those to null"
 
     def _overlap_problems(self) -> Iterator[str]:
         if self.overlap_param_gather and not self.use_distributed_optimizer:
@@ -321,9 +322,10 @@ class ParallelConfig:
 def layout_chunks(text: str) -> tuple[str, ...]:
     """Return the chunks of a `pipeline_model_parallel_layout`, with repetitions written out, such as ("Ett", "ttL").
 
-    Text that cannot be read, or repeats more layers than any model has, is kept: `ParallelConfig.problems` refuses it.
+    A repetition that cannot be read, or gives too many layers, is left as text: `ParallelConfig.problems` refuses it.
     """
     whole = re.sub(r"[,\s]", "", text)
+    # Groups first, as (tt|)*3, since a group may contain repeated symbols; then single symbols, as t*4.
     for repeated in (r"\(([^()]*)\)\*(\d{1,4})", r"([^()*])\*(\d{1,4})"):
         unrolled = re.sub(repeated, lambda match: match[1] * int(match[2]), whole)
         whole = unrolled if len(unrolled) <= 2 * MOST_LAYERS else whole

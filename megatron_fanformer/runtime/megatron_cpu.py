@@ -1,10 +1,10 @@
 """Every patch that megatron-core needs to run on a machine without CUDA, or to be faster there, with its reason.
 
-Patches of torch are in `cuda_on_cpu`. Those that only make megatron-core faster come last, and change results by
+Patches of torch are in `cuda_on_cpu`. Patches that only make megatron-core faster come last, and change results by
 rounding alone.
 
 Where a GPU is usable, no patch is installed. Patches must be installed before the first import of `megatron.core`,
-which binds names at import, and are refused after. Checked on megatron-core 0.16.1 and 0.19.2.
+which binds names at import; later calls raise. Checked on megatron-core 0.16.1 and 0.19.2.
 """
 
 import functools
@@ -155,10 +155,10 @@ def _adapt_recomputation(with_engine: bool) -> None:
             super().__init__(*args, **kwargs)
             self.fp8 = False  # megatron-core would take the None in this attribute for FP8 by the Engine
 
-    for module in [] if with_engine else list(sys.modules.values()):  # those that have bound the class
+    for module in [] if with_engine else list(sys.modules.values()):  # every module that has bound the class
         if getattr(module, "__name__", "").startswith("megatron.core") and hasattr(module, "CheckpointWithoutOutput"):
             module.CheckpointWithoutOutput = CheckpointWithoutOutput  # type: ignore[attr-defined]
-    if hasattr(random, "_get_share_storage"):
+    if hasattr(random, "_get_share_storage"):  # from 0.19 on: it compiles the extension
 
         def share_storage(target: torch.Tensor, source: torch.Tensor) -> None:
             target.untyped_storage().resize_(source.untyped_storage().nbytes())
@@ -214,15 +214,14 @@ def _skip_collectives_of_one_rank() -> None:
 
 
 def _unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the collective, but make it do nothing if the group has one rank."""
+    """Return the collective, changed to do nothing if this rank's part is the whole tensor, as on one rank."""
 
     @functools.wraps(collective)
-    def call(output: torch.Tensor, given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        # The rank's part is the whole. (A collective in the background is called, for the handle that it returns.)
-        is_alone = _address(output) == _address(given) and output.numel() == given.numel()
-        if is_alone and not kwargs.get("async_op"):
+    def call(output: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        is_alone = _address(output) == _address(source) and output.numel() == source.numel()
+        if is_alone and not kwargs.get("async_op"):  # an asynchronous collective must return a handle
             return None
-        return collective(output, given, *args, **kwargs)
+        return collective(output, source, *args, **kwargs)
 
     return call
 
@@ -250,8 +249,8 @@ def _add_weight_gradients_inside_products() -> None:
 def _leave_the_compiler_out() -> None:
     """Keep torch's optimizer from importing torch's compiler, which takes over a second.
 
-    At a method's first call, the optimizer imports it to make a form of the method that is not compiled, and keeps that
-    form in `__dynamo_disable`. Here the plain method is put there before.
+    On a method's first call, the optimizer imports the compiler, asks it for a form of the method that is never
+    compiled, and keeps this form in `__dynamo_disable`, where this function puts the plain method in advance.
     """
     for method in vars(torch.optim.Optimizer).values():
         plain: Any = getattr(method, "__wrapped__", None)

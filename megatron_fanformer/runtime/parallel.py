@@ -41,8 +41,8 @@ class RankGrid:
     """This rank's place in the grid, and the process groups that are passed to the rest of the code."""
 
     device: devices.DeviceKind
-    torch_device: torch.device  # of this rank's tensors
-    backend: str  # of the ranks' communication: `nccl` or `gloo`
+    torch_device: torch.device  # device of this rank's tensors
+    backend: str  # backend of the ranks' communication: `nccl` or `gloo`
     rank: int
     world_size: int
     data_parallel_rank: int
@@ -70,10 +70,7 @@ class RankGrid:
     @property
     def sharding_metadata(self) -> dict[str, Any]:
         """Return the metadata by which megatron-core names shards: one name per layer."""
-        return {
-            "non_homogeneous_layers": True,
-            "dp_cp_group": self.groups.dp_cp,
-        }
+        return {"non_homogeneous_layers": True, "dp_cp_group": self.groups.dp_cp}
 
     @property
     def has_fused_gradient_kernel(self) -> bool:
@@ -93,9 +90,10 @@ class RankGrid:
 
 @contextmanager
 def process_group(config: RuntimeConfig, address: devices.RankAddress | None) -> Iterator[devices.DeviceKind]:
-    """Join the process group of the ranks at `address`, or make a group of one rank if it is None; yield the device.
+    """Join the process group of the ranks that meet at `address`, and yield the device; None: make a group of one rank.
 
-    The group is destroyed at the end, except after an error on one of several ranks: that would wait for the others.
+    The group is destroyed at the end, except after an error on one of several ranks, where destroying it would wait for
+    the others.
     """
     kind = devices.resolve_device(config.device)
     if kind == "cpu":
@@ -109,8 +107,8 @@ def process_group(config: RuntimeConfig, address: devices.RankAddress | None) ->
     if address is None:
         devices.listen_on_loopback()
         with tempfile.TemporaryDirectory(prefix="fanformer-") as folder:
-            alone = dist.FileStore(os.path.join(folder, "store"), 1)
-            dist.init_process_group(backend, store=alone, rank=0, world_size=1)
+            file_store = dist.FileStore(os.path.join(folder, "store"), 1)
+            dist.init_process_group(backend, store=file_store, rank=0, world_size=1)
             try:
                 with cpu_kernels_of(config, kind):
                     yield kind
@@ -137,8 +135,8 @@ def cpu_kernels_of(config: RuntimeConfig, kind: devices.DeviceKind) -> Iterator[
         InputError: the kernels are configured, and a rank cannot build them, or ranks are on GPUs.
     """
     are_configured = kind == "cpu" and config.cpu_kernels != "torch"
-    otherwise = "they are not asked for" if kind == "cpu" else "ranks on GPUs do not use them"
-    problem = _kernels_problem() if are_configured else otherwise
+    reason_for_none = "they are not asked for" if kind == "cpu" else "ranks on GPUs do not use them"
+    problem = _kernels_problem() if are_configured else reason_for_none
     if kind == "cpu" and dist.get_world_size() > 1:
         problems: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(problems, problem)
@@ -207,11 +205,9 @@ def rank_grid(
 
 @contextmanager
 def distributed(
-    config: ParallelConfig,
-    address: devices.RankAddress | None = None,
-    runtime: RuntimeConfig = DEFAULT_RUNTIME,
+    config: ParallelConfig, address: devices.RankAddress | None = None, runtime: RuntimeConfig = DEFAULT_RUNTIME
 ) -> Iterator[RankGrid]:
-    """Set up the process group for a whole run, and yield the rank grid on it."""
+    """Set up the process group for a whole run, and yield the rank grid; see `process_group` for `address`."""
     with process_group(runtime, address) as kind, rank_grid(config, kind, runtime) as grid:
         yield grid
 
@@ -221,7 +217,7 @@ def for_host_tensors(group: dist.ProcessGroup, timeout: timedelta) -> dist.Proce
     if group.size() == 1 or dist.get_backend(group) != "nccl":
         return group
     ranks = dist.get_process_group_ranks(group)
-    # Only these ranks make the group; otherwise every rank would make all of the thousands of groups.
+    # Only these ranks take part; otherwise every rank would have to take part in making thousands of groups.
     host_group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
     assert isinstance(host_group, dist.ProcessGroup)
     return host_group

@@ -35,7 +35,7 @@ def run_schedule(
     num_micro_batches: int,
     forward_only: bool,
 ) -> list[Any]:
-    """Run the next micro batches through the stages of this rank's replica, all of whose ranks pass the same batches.
+    """Run the next micro batches through the stages of this rank's replica; all its ranks must pass the same batches.
 
     Args:
         stages: the chunks of this rank's stage, wrapped in megatron-core's data parallelism or not.
@@ -55,8 +55,8 @@ def run_schedule(
     if "document_ids" in first:  # the shape of the row that stages send to one another
         micro_batch_size, seq_length = 1, micro_batch_size * seq_length
     # Every chunk of a stage reads all micro batches; the first chunk to read one loads it.
-    taken = itertools.chain([first], itertools.islice(batches, num_micro_batches - 1))
-    iterators = itertools.tee(taken, len(stages))
+    micro_batches = itertools.chain([first], itertools.islice(batches, num_micro_batches - 1))
+    iterators = itertools.tee(micro_batches, len(stages))
     reports: list[Any] = get_forward_backward_func()(
         forward_step_func=partial(_forward_step, grid, loss_function),
         data_iterator=list(iterators) if len(stages) > 1 else iterators[0],
@@ -65,7 +65,7 @@ def run_schedule(
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
         forward_only=forward_only,
-        collect_non_loss_data=forward_only,
+        collect_non_loss_data=forward_only,  # or it would expect the triple without a backward pass, too
     )
     return reports
 
@@ -79,7 +79,8 @@ def _forward_step(grid: RankGrid, loss_function: LossFunction, batches: Batches,
     if (document_ids := batch.pop("document_ids", None)) is not None:
         packed = packed_documents(document_ids, device)
     rows = batch if packed is None else {name: tensor.reshape(1, -1) for name, tensor in batch.items()}
-    # Whole tensors are copied, since they are in pinned memory: a part cut on the host would not be, and would block.
+    # Whole tensors are copied to the device and cut there: a part cut on the host would not be in pinned memory, and
+    # its copy would block.
     part = {name: local_positions(tensor.to(device, non_blocking=True), grid) for name, tensor in rows.items()}
     with record_function("phase forward"):
         output = stage(
@@ -97,7 +98,7 @@ def _forward_step(grid: RankGrid, loss_function: LossFunction, batches: Batches,
 
 
 def _place_in_batch(shape: torch.Size, grid: RankGrid, part_1n: Tensor) -> Tensor:
-    """Return [b, s] with this context parallel rank's part of the row of samples in its place, and zeros elsewhere."""
+    """Return [b, s] with this context parallel rank's part of the row of samples at its place, zeros elsewhere."""
     tokens = part_1n.numel()
     before = grid.groups.cp.rank() * tokens
     after = shape.numel() - before - tokens
@@ -108,8 +109,8 @@ def packed_documents(document_ids_bs: Tensor, device: torch.device | str) -> Pac
     """Return the bounds of a micro batch's documents in the row of its samples, for attention.
 
     Args:
-        document_ids_bs: [b, s], on the CPU, so that nobody waits for the device. A document ends where the number
-            changes, and at the end of a sample.
+        document_ids_bs: [b, s], on the CPU, so that computing the bounds does not wait for the device. A document ends
+            where the number changes, and at the end of a sample.
     """
     begins_bs = torch.ones_like(document_ids_bs, dtype=torch.bool)
     begins_bs[:, 1:] = document_ids_bs[:, 1:] != document_ids_bs[:, :-1]

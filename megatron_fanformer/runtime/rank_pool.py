@@ -3,8 +3,8 @@
 `RankPool().run(n, function, *arguments)` runs a module-level function on the first n ranks, in a process group of n
 that is made for the job, and returns each rank's value.
 
-A process of the pool, the host, starts the ranks. On a CPU they are its forks, and it imports for all of them. On a GPU
-each imports for itself: a fork cannot use CUDA once it has been looked for.
+A process of the pool, the host, starts the ranks. On a CPU the ranks are forks of the host, which imports for all of
+them. On a GPU each rank imports for itself: a fork cannot use CUDA once its parent has looked for a GPU.
 """
 
 import gc
@@ -25,8 +25,8 @@ from megatron_fanformer.processes import end_with_owner
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.layout import DEFAULT_RUNTIME
 
-END_SECONDS = 5
-LAST_FRAMES = -4  # frames of a rank's traceback; the frames above are the pool's
+END_SECONDS = 5  # how long the ranks together may take to end by themselves
+LAST_FRAMES = -4  # limit of a rank's traceback to the last 4 frames, since the first ones are the pool's
 
 
 class JobFailed(FanformerError):
@@ -50,7 +50,7 @@ class _Job(NamedTuple):
     arguments: tuple[Any, ...]
     world_size: int
     name: str
-    port: int = 0  # of the store at which the ranks meet
+    port: int = 0  # port of the store at which the ranks meet
 
 
 class RankPool:
@@ -75,7 +75,7 @@ class RankPool:
         communication = backend or DEFAULT_RUNTIME.backend(device)
         forks = device == "cpu" or prepare is not None  # with `prepare`, cuda is a stand-in on the CPU
         self._setting = _Setting(device, communication, job_seconds, prepare or devices.prepare_megatron, forks)
-        self._host: tuple[Any, Any] | None = None  # its process, and the connection to it
+        self._host: tuple[Any, Any] | None = None  # the host's process, and the connection to it
         self._jobs = 0
 
     def __enter__(self) -> "RankPool":
@@ -132,12 +132,12 @@ def _host_ranks(setting: _Setting, connection: Any) -> None:
     _begin(setting, prepares=setting.forks)
     context: Any = multiprocessing.get_context("fork" if setting.forks else "spawn")
     ranks: list[tuple[Any, Any]] = []
-    port = 0  # of the store at which ranks meet, which the first rank hosts
+    port = 0  # port of the store at which ranks meet; rank 0 hosts the store and sends the port
     with suppress(EOFError, OSError):  # the pool is gone
         while True:
             job = connection.recv()  # unpickling imports what the job's function needs
             if not ranks:
-                gc.freeze()  # forks share what was imported, and do not look through it after every job
+                gc.freeze()  # forks share the imported objects, and do not collect garbage among them after every job
             while len(ranks) < job.world_size:
                 ranks.append(_start_process(context, _serve, setting, len(ranks)))
             connections = [to_rank for _, to_rank in ranks[: job.world_size]]
@@ -242,9 +242,9 @@ def _end_groups() -> None:
     """
     import torch.distributed
 
-    holders = [[group] for group in torch.distributed.distributed_c10d._world.pg_map]  # will be the last references
+    holders = [[group] for group in torch.distributed.distributed_c10d._world.pg_map]  # soon the only references
     torch.distributed.destroy_process_group()
     gc.collect()
     with ThreadPoolExecutor(len(holders)) as threads:
         for holder in holders:
-            threads.submit(holder.clear)  # ends the group, which releases Python's lock
+            threads.submit(holder.clear)  # ends the group; the wait releases Python's global lock

@@ -23,8 +23,8 @@ from megatron_fanformer.terminal import some
 
 LOST = re.compile("Connection (closed|reset) by peer|Broken pipe|unhandled system error|[Tt]imed out|wait timeout")
 """Messages of gloo, NCCL and the store if another rank does not take part."""
-CALLED, ANSWERS = "roll called", "roll"
-POLL_SECONDS, POLLS_PER_SECOND = 1.0, 2000  # between a rank's polls; most polls of all ranks, which share one store
+CALLED, ANSWERS = "roll called", "roll"  # keys in the store
+POLL_SECONDS, POLLS_PER_SECOND = 1.0, 2000  # shortest time between a rank's polls; most polls of the store by all ranks
 ANSWER_SECONDS = 10.0
 WAITING, ELSEWHERE = "waiting at", "elsewhere, at"
 REMEDY = "run the same command to continue from the last checkpoint"
@@ -38,7 +38,7 @@ def naming_missing_ranks(store: Any, rank: int, world_size: int) -> Iterator[Non
     """Raise PeerFailed, which names the missing ranks, if the block fails because other ranks do not take part.
 
     Args:
-        store: a client of the ranks' store that nothing else uses.
+        store: a client of the ranks' store for this function alone, since its thread uses the client.
     """
     over = threading.Event()
     threading.Thread(target=_answer_when_called, args=(store, rank, world_size, over), daemon=True).start()
@@ -48,12 +48,12 @@ def naming_missing_ranks(store: Any, rank: int, world_size: int) -> Iterator[Non
         over.set()
         text, code = str(error), getattr(error, "exit_code", 1)
         if not isinstance(error, RuntimeError) or not LOST.search(text):
-            _ask(lambda: _answer(store, rank, text, code))  # for a rank that waits for this one
+            _ask(lambda: _answer(store, rank, text, code))  # tells ranks that wait for this one why it failed
             raise
         answer = f"{WAITING} {_place(traceback.extract_tb(error.__traceback__))}"
         failure = _ask(lambda: _call(store, rank, world_size, answer))
         if failure is None:
-            time.sleep(PEER_FAILURE_WAIT_SECONDS)  # the rank that hosts the store may report why it ended
+            time.sleep(PEER_FAILURE_WAIT_SECONDS)  # lets the rank that hosts the store report first why it ended
             failure = PeerFailed(f"the store at which the ranks meet does not answer; rank {rank}: {answer}; {REMEDY}")
         raise failure from error
     over.set()
@@ -94,7 +94,7 @@ def _answer(store: Any, rank: int, text: str, exit_code: int = 0) -> None:
 def _call(store: Any, rank: int, world_size: int, answer: str) -> PeerFailed:
     """Give this rank's answer, that it waits, and call the roll; return the error to raise.
 
-    The error of the first caller has all ranks' answers, or that of a rank that failed; those of later callers are
+    The error of the first caller has the answers of all ranks, or of one that failed. The errors of later callers are
     marked as reported elsewhere.
     """
     _answer(store, rank, answer)

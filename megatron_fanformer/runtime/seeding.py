@@ -52,16 +52,16 @@ def generator_for(seed: int, name: str) -> torch.Generator:
 
 
 def truncated_normal(shape: tuple[int, ...], std: float, generator: torch.Generator) -> torch.Tensor:
-    """Return a float32 normal of mean 0, truncated at three standard deviations, by the inverse of its distribution.
+    """Return normal numbers of mean 0 in float32, truncated at three standard deviations, from uniform ones.
 
-    (torch's own draws differently in 2.13 than in 2.11: the same seed would give other weights.)
+    (torch's own function draws differently in 2.13 than in 2.11: the same seed would give other weights.)
     """
     uniform = torch.rand(shape, generator=generator).mul_(2).sub_(1)  # in [-1, 1)
     return uniform.mul_(math.erf(TRUNCATE_AT_STDS / math.sqrt(2))).erfinv_().mul_(std * math.sqrt(2))
 
 
 def local_shards(sharded_state: dict[str, Any]) -> Iterator["ShardedTensor"]:
-    """Yield every shard of a sharded state dict, those that its factories build included.
+    """Yield every shard of a sharded state dict, including the shards that its factories build.
 
     A shard has its global name, shape and offset, and its data is a view of the parameter.
     """
