@@ -78,8 +78,7 @@ def load_training_state(
 def load_weights(checkpoint: Path, stages: list[Any], grid: RankGrid) -> None:
     """Load the weights alone of a checkpoint of any layout into the chunks of this rank's pipeline stage."""
     table = _read_checked_by_ranks(checkpoint, grid)
-    loaded = megatron_versions.load(model_state(stages, grid), checkpoint, table, grid.groups.dp_cp)
-    _set_weights(stages, loaded)
+    _set_weights(stages, megatron_versions.load(model_state(stages, grid), checkpoint, table, grid.groups.dp_cp))
 
 
 def model_state(stages: list[Any], grid: RankGrid) -> dict[str, dict[str, Any]]:

@@ -106,17 +106,20 @@ class Converted(NamedTuple):
         return "\n".join([*lines, "", yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)])
 
     def lines(self) -> list[str]:
-        """Return the titles and the notes, one line each."""
-        return [line for title, notes in self.notes.items() for line in ("", f"{title}:", *(f"- {n}" for n in notes))]
+        """Return the titles, each after an empty line, and the notes, one line each."""
+        lines: list[str] = []
+        for title, notes in self.notes.items():
+            lines += ["", f"{title}:", *[f"- {note}" for note in notes]]
+        return lines
 
 
 def convert(words: Sequence[str]) -> Converted:
-    """Convert the words of a command line for Megatron-LM; words up to the name of its program are ignored.
+    """Convert the words of a command line for Megatron-LM; words up to the name of the program are ignored.
 
     Arguments with a section, such as `--model.vocab_size N`, set our fields directly.
 
     Raises:
-        InputError: there are no arguments, or one with a section is no field.
+        InputError: there are no arguments, or an argument with a section names no field.
     """
     program = max((place for place, word in enumerate(words) if PROGRAM.match(word)), default=-1)
     arguments, overrides = _group_words(words[program + 1 :])
@@ -211,7 +214,7 @@ def _convert_value(name: str, field: str, arguments: Arguments) -> Any:
 def _parse_words(field: str, words: list[str]) -> Any:
     """Return the words of an argument in the first form that the field allows: number, text, numbers, texts.
 
-    An argument without words is a switch: True. If the field allows no form, the value is for the error's text.
+    An argument without words is a switch: True. If the field allows no form, return the first for the error's text.
     """
     numbers = [_parse_number(word) for word in words]
     single_values = [*numbers, *words] if len(words) == 1 else []
@@ -228,7 +231,7 @@ def _parse_number(text: str) -> Any:
 
 
 def _value_problems(name: str, value: Any) -> list[str]:
-    """Return the reasons why a field cannot have a value, but not that the fields besides it are missing."""
+    """Return the reasons why a field cannot have a value; do not report that all other fields are missing."""
     return [line for line in value_problems(overlay({}, {name: value}), RunConfig) if line.startswith(f"{name} is ")]
 
 
@@ -236,7 +239,7 @@ def _value_problems(name: str, value: Any) -> list[str]:
 
 
 def _convert_model(arguments: Arguments) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Return the model's fields, the differences from Megatron-LM's model, and the problems of fields left out."""
+    """Return the model's fields, differences from Megatron-LM's model, and why fields with problems are left out."""
     settings = dict(MODEL_DEFAULTS)
     for name, words in arguments.items():
         values = [_parse_number(word) for word in words]
