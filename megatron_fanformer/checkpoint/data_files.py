@@ -48,7 +48,7 @@ def load_data(file: Any, *, mapped: bool = False) -> Any:
 
 
 def _refuse_compressed(file: Any) -> None:
-    """Raise ValueError if an archive is compressed: torch never compresses, and a few kB could fill the memory."""
+    """Raise ValueError if an archive is compressed: torch never does that, and a few kB could expand to fill memory."""
     if zipfile.is_zipfile(file):  # otherwise it is a pickle without an archive, the older format
         with zipfile.ZipFile(file) as archive:
             if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):
@@ -58,7 +58,7 @@ def _refuse_compressed(file: Any) -> None:
 
 
 def check_archive(path: Path, name: str, file: Any) -> None:
-    """Raise CorruptError, which names `path` and `name`, if a torch archive has a record whose CRC-32 is wrong."""
+    """Raise CorruptError, which names `path` and `name`, if a record of the archive `file` has a wrong CRC-32."""
     try:
         with zipfile.ZipFile(file) as archive:
             damaged = archive.testzip()
@@ -70,10 +70,10 @@ def check_archive(path: Path, name: str, file: Any) -> None:
 
 
 def read_entry(path: Path, offset: int, length: int) -> Any:
-    """Return the tensor or the plain values of the torch archive in a range of bytes; CorruptError if it is damaged."""
+    """Load the torch archive in a range of a file's bytes; raise CorruptError if the archive is damaged."""
     with reporting_damage(path):
         is_whole_file = regular_file(path).stat().st_size == length
-        # `write_full_tensors` makes such files: they are mapped, since copying one takes longer than most uses of it.
+        # A file of `write_full_tensors` holds one tensor. It is mapped: reading it takes longer than most uses of it.
         return load_data(path, mapped=True) if is_whole_file else load_data(read_part(path, offset, length))
 
 
@@ -94,7 +94,8 @@ def reporting_damage(
     """Raise CorruptError in place of the exceptions that reading `source` in the block raises.
 
     Args:
-        trusted, whole: the remedy in the message if `source` holds more than data; the remedy if it is damaged.
+        trusted: the remedy in the message if `source` holds more than data.
+        whole: the remedy in the message if `source` is damaged.
         also: further exceptions that a damaged file causes.
     """
     try:
@@ -102,8 +103,7 @@ def reporting_damage(
     except (FanformerError, torch.OutOfMemoryError, dist.DistError):  # the file does not cause these
         raise
     except pickle.UnpicklingError as error:
-        # torch's message is a page long
-        refused = re.search(r"(?<=GLOBAL )[\w.]+|Unsupported [\w ]+", str(error))
+        refused = re.search(r"(?<=GLOBAL )[\w.]+|Unsupported [\w ]+", str(error))  # torch's message is a page long
         name = refused[0] if refused else _first_line(error)
         raise CorruptError(
             f"{source} is damaged, or holds more than data ({name}), which loading might execute; {trusted}"
@@ -123,7 +123,7 @@ def _first_line(error: BaseException) -> str:
 
 
 class Record:
-    """Stands for an object or a function in a pickle; calling it executes nothing."""
+    """A stand-in for an object or a function in a pickle; calling it executes nothing."""
 
     state: Any = None
     """The attributes of the object, usually by name."""
@@ -135,21 +135,21 @@ class Record:
         self.state = state
 
     def append(self, _item: Any) -> None:
-        """Drop an item, if the object is a list."""
+        """Ignore an item of an object that is a list."""
 
     def __setitem__(self, _key: Any, _value: Any) -> None:
-        """Drop an item, if the object is a dict."""
+        """Ignore an item of an object that is a dict."""
 
 
 class RestrictedUnpickler(pickle.Unpickler):
-    """An unpickler without tensors, in which `find` alone returns the object for a module and a name, or refuses it."""
+    """An unpickler that imports nothing: for each module and name, `find` returns the object or raises an error."""
 
     def __init__(self, stream: BinaryIO, find: Callable[[str, str], Any]) -> None:
         super().__init__(stream)
         self._find = find
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the object that `find` allows for a name of a module."""
+        """Return the object that `find` allows for a name in a module."""
         return self._find(module, name)
 
     def persistent_load(self, _identifier: Any) -> None:

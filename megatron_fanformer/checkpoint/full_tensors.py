@@ -66,11 +66,11 @@ def meta_of(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 
 
 class StoredTensors:
-    """Reader of single tensors by a checkpoint's table."""
+    """Reads single tensors of a checkpoint at the places that its table names."""
 
     def __init__(self, checkpoint: Path, table: Table) -> None:
         self.described = tensors_of(table)
-        """The table's tensors by name, the optimizer's included."""
+        """The table's description of each tensor, by name; tensors of the optimizer are included."""
         self._checkpoint = checkpoint
         self._places = {(index.fqn, tuple(index.offset or ())): info for index, info in table.storage_data.items()}
 
@@ -92,7 +92,7 @@ class StoredTensors:
             part, offsets = self._part(name, stored, chunk), chunk.offsets
             if number is not None:
                 part, offsets = part[number - offsets[0]], offsets[1:]
-            if part.shape == shape:
+            if part.shape == shape:  # this part has all of it: no copy
                 return part
             if whole is None:
                 whole = torch.empty(shape, dtype=stored.properties.dtype)
@@ -130,7 +130,7 @@ def open_full_tensors(checkpoint: Path, *, main: bool = False) -> LazyTensors:
 def write_full_tensors(
     run: Path, tensors: Mapping[str, Tensor], config: dict[str, Any], attachments: Mapping[str, bytes]
 ) -> Path:
-    """Publish whole tensors as the checkpoint of step 0 in a run's folder, which any layout can load.
+    """Publish whole tensors as a run's checkpoint of step 0, which every layout can load.
 
     Args:
         config: the run's configuration.
@@ -148,7 +148,7 @@ def write_full_tensors(
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         try:
             save(meta, storage_writer=writer, planner=_OneByOne(tensors), no_dist=True)
-        except CheckpointException as error:  # not an Exception
+        except CheckpointException as error:  # a BaseException, which callers would not catch
             ((reason, _), *_) = error.failures.values()
             if isinstance(reason, FanformerError | KeyboardInterrupt):  # reading failed, not writing
                 raise reason from None

@@ -40,7 +40,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 def write_rank_sums(folder: Path, rank: int) -> None:
-    """Compute the sums of a rank's tensor files in a folder, and leave them there for `write_manifest`."""
+    """Compute size and SHA-256 of the tensor files that a rank has written, and store them for `write_manifest`."""
     sums = {
         file.name: FileSums(file.stat().st_size, sha256_of(file)) for file in folder.glob(f"__{rank}_*{WEIGHTS_SUFFIX}")
     }
@@ -48,7 +48,7 @@ def write_rank_sums(folder: Path, rank: int) -> None:
 
 
 def write_manifest(folder: Path, step: int) -> None:
-    """Write the manifest of a complete checkpoint, with the sums of `write_rank_sums`; compute the missing ones."""
+    """Write the manifest of a complete checkpoint; hash only the files that `write_rank_sums` has not hashed."""
     sums: dict[str, FileSums] = {}
     for rank_sums in sorted(folder.glob(_RANK_SUMS.format("*"))):
         sums.update(msgspec.json.decode(rank_sums.read_bytes(), type=dict[str, FileSums]))
@@ -62,7 +62,7 @@ def write_manifest(folder: Path, step: int) -> None:
 
 @functools.cache  # the query of one package takes ten milliseconds
 def versions() -> dict[str, str]:
-    """Return the versions of Python, of this package, and of the packages that write its files, by name."""
+    """Return the versions, by name, of Python, of this package, and of the packages that write checkpoints."""
     ours = {"python": platform.python_version(), "megatron-fanformer": __version__}
     return {**ours, **{package: metadata.version(package) for package in PACKAGES}}
 
@@ -90,25 +90,25 @@ def manifest_from(content: bytes, path: Path) -> Manifest:
 
 
 def check_files(checkpoint: Path, manifest: Manifest, *, share: int = 0, shares: int = 1) -> None:
-    """Raise CorruptError if a file is missing or differs from the manifest; check each `shares`-th, from `share` on."""
+    """Check every `shares`-th file, from number `share` on; raise CorruptError if one is missing or changed."""
     files = [(checkpoint / name, sums) for name, sums in manifest.files.items()]
     with ThreadPoolExecutor(THREADS) as threads:
-        list(threads.map(lambda file: _check_file(*file), files[share::shares]))  # the list raises errors
+        list(threads.map(lambda file: _check_file(*file), files[share::shares]))  # `list` raises the threads' errors
 
 
 def check_small_files(checkpoint: Path) -> None:
-    """Call `check_files` for all files but those of tensors, which are large."""
+    """Call `check_files` for all files except those with tensors, which are large."""
     manifest = read_manifest(checkpoint)
     small = {name: sums for name, sums in manifest.files.items() if not name.endswith(WEIGHTS_SUFFIX)}
     check_files(checkpoint, Manifest(manifest.step, small))
 
 
-def _check_file(path: Path, file: FileSums) -> None:
+def _check_file(path: Path, expected: FileSums) -> None:
     try:
         size = regular_file(path).stat().st_size
-        if size != file.bytes:
-            raise CorruptError(f"{path} has {size} bytes, its manifest says {file.bytes}; {REMEDY}")
-        if sha256_of(path) != file.sha256:
+        if size != expected.bytes:
+            raise CorruptError(f"{path} has {size} bytes, its manifest says {expected.bytes}; {REMEDY}")
+        if sha256_of(path) != expected.sha256:
             raise CorruptError(f"{path} is damaged (its SHA-256 is not its manifest's); {REMEDY}")
     except OSError as error:
         raise CorruptError(f"{path} cannot be read ({error.strerror}); {REMEDY}") from error

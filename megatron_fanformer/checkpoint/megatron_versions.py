@@ -51,9 +51,7 @@ if TYPE_CHECKING:
 MultiStorageClientFeature.disable()  # checkpoints are local folders
 
 # 0.19's default writer is nvidia-resiliency-ext's, which may not be installed; 0.16 has no such choice.
-_WRITER = (
-    {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
-)
+_HAS_WRITER_CHOICE = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
 
 # 0.16 reads the plain values from `common.pt`, which 0.19 does not write.
 _HAS_COMMON_STRATEGY = "common_strategy" in inspect.signature(dist_checkpointing.load).parameters
@@ -70,7 +68,7 @@ def prepare_save(sharded_state: dict[str, Any], folder: Path, strategy: Any, *, 
 
     Every rank calls it. With `validate`, check that the shards of all ranks make whole tensors.
     """
-    if not isinstance(filesystem_async._results_queue, ResultsFile):  # whose docstring has the reasons
+    if not isinstance(filesystem_async._results_queue, ResultsFile):  # its docstring has the reasons
         filesystem_async._results_queue = ResultsFile()
     return dist_checkpointing.save(
         sharded_state,
@@ -78,12 +76,12 @@ def prepare_save(sharded_state: dict[str, Any], folder: Path, strategy: Any, *, 
         sharded_strategy=strategy,
         validate_access_integrity=validate,
         async_sharded_save=True,
-        **_WRITER,
+        **({"async_strategy": "mcore"} if _HAS_WRITER_CHOICE else {}),
     )
 
 
 def save_strategy(group: "dist.ProcessGroup | None") -> Any:
-    """Return a strategy for saves that all have the same shards; the ranks of `group` divide what all of them hold."""
+    """Return a strategy for saves of the same shards each time; ranks of `group` divide the shards that all hold."""
     strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
     if group is None or group.size() == 1:
         return strategy
@@ -169,7 +167,7 @@ def load(
         strategy = FullyParallelLoadStrategyWrapper(strategy, group)
     for stored in tensors_of(table).values():  # megatron-core passes all their properties to `torch.empty`
         for name in vars(stored.properties).keys() - _TENSOR_PROPERTIES:  # torch 2.15 adds a tensor's strides
-            delattr(stored.properties, name)  # reading it then returns the class's default
+            delattr(stored.properties, name)  # without it, the class's default is in effect
     common = {"common_strategy": _common_strategy(table)} if _HAS_COMMON_STRATEGY else {}
     with reporting_damage(folder, also=(CheckpointingException,)), _reading_data_alone(table):
         try:

@@ -85,7 +85,7 @@ class RemoteRun:
     def copy(self, checkpoint: Path, *, keep: int | None) -> None:
         """Copy a checkpoint of a run's folder, make `latest` name the copy, and remove all but the `keep` newest.
 
-        Later complete ones are neither counted nor removed: they are left from before the run was rewound.
+        Complete copies of later steps are neither counted nor removed: they are left from before the run was rewound.
         """
         content, name = (checkpoint / MANIFEST).read_bytes(), checkpoint.name
         if name not in self.complete() or self.manifest_of(name) != content:  # otherwise it is copied already
@@ -153,7 +153,7 @@ class RemoteRun:
 class Mirror:
     """Copies a run's checkpoints to the run's folder on another store while the run trains, in a thread.
 
-    One checkpoint is copied at a time, and then the newest of those published meanwhile. Without a URL, none is copied.
+    One checkpoint is copied at a time, then the newest of those offered meanwhile. Without a URL, nothing is copied.
     """
 
     def __init__(self, url: str | None, *, keep: int | None) -> None:
@@ -161,7 +161,7 @@ class Mirror:
         self._lock = threading.Lock()
         self._copying: Path | None = None
         self._waiting: Path | None = None
-        self._offered = self._copied = ""  # names of the last checkpoints
+        self._offered = self._copied = ""  # the name of the last checkpoint that was offered, and copied
 
     @property
     def in_use(self) -> tuple[str, ...]:
@@ -222,12 +222,12 @@ class Mirror:
 
 
 def fetch_newer(url: str, run: Path, *, use_earlier: bool = True) -> None:
-    """Fetch the newest sound checkpoint of a mirror into a run's folder, unless one there is as new and sound.
+    """Fetch the newest sound checkpoint of a mirror into a run's folder, unless it has a sound one as late.
 
-    A damaged checkpoint of that step in the folder is set aside. Without `use_earlier`, no checkpoint is fetched that
-    is earlier than the folder's newest, damaged or not. If the folder has a sound one, errors are only logged.
+    A damaged checkpoint of the same step in the folder is set aside. Without `use_earlier`, no checkpoint is fetched
+    that is earlier than the folder's newest, damaged or not. If the folder has a sound one, errors are only logged.
     """
-    newest, sound = run_folder.newest_steps(run)  # steps; -1 if there is none
+    newest, sound = run_folder.newest_steps(run)  # -1 if there is none
     least_step = sound + 1 if use_earlier else max(sound + 1, newest)
 
     def fetch() -> None:
@@ -250,13 +250,13 @@ def fetch_newer(url: str, run: Path, *, use_earlier: bool = True) -> None:
 
 
 def _publish(copy: Path, run: Path, records: dict[str, bytes | None]) -> None:
-    """Move a fetched checkpoint into a run's folder, make `latest` name it, and write the run's records."""
+    """Move a fetched checkpoint into a run's folder, make `latest` name it, and write the fetched records there."""
     checkpoint = run / run_folder.CHECKPOINTS / copy.name
     checkpoint.parent.mkdir(exist_ok=True)
     for name, content in records.items():
         record = run / name
         if content is not None and (not record.exists() or record.stat().st_size < len(content)):
-            write_atomically(record, content)  # a longer record here is of a run that went on after the copy
+            write_atomically(record, content)  # a longer record stays: the run went on here after the copy
     if checkpoint.is_dir():
         logger.warning("%s is damaged; it is set aside, and replaced by the one that was fetched", checkpoint)
         run_folder.set_aside(checkpoint)
@@ -280,8 +280,7 @@ def fetch_checkpoint(url: str, cache: Path, report: Callable[[str], None]) -> Pa
     folder_url = url.rstrip("/")
     parent_url, _, folder_name = folder_url.rpartition("/")
     is_checkpoint = run_folder.step_of(Path(folder_name)) is not None
-    run_url = parent_url if is_checkpoint else folder_url
-    run_url = run_url.removesuffix(f"/{run_folder.CHECKPOINTS}")
+    run_url = (parent_url if is_checkpoint else folder_url).removesuffix(f"/{run_folder.CHECKPOINTS}")
 
     def fetch() -> Path:
         remote = RemoteRun(run_url)

@@ -46,9 +46,9 @@ LATEST = "latest"
 LOCK = "run.lock"
 LOADED = "loaded"
 SAVE_FILE = "save"  # creating this file in a run's folder makes the run save
-TRACES = "traces"  # of profiled steps
-VALIDATION_LOSS = "validation_loss"  # in the metrics: validation_loss/SET
-# Of two files, the first is the original: an export converts a tokenizer.model to a tokenizer.json.
+TRACES = "traces"  # folder for the profiles of steps
+VALIDATION_LOSS = "validation_loss"  # a metric's name is validation_loss/SET
+# If both are present, the first is the original: an export converts a tokenizer.model to a tokenizer.json.
 TOKENIZERS = (TOKENIZER_MODEL, TOKENIZER_JSON)
 MEGATRON_METADATA = "metadata.json"  # written last by megatron-core
 _CHECKPOINT_NAME = re.compile(r"step-(\d{8,20})")
@@ -68,7 +68,7 @@ class CheckpointConfig:
     async_save: bool = False
     """Continue training during a save."""
     load: str | None = None
-    """A run's folder, a checkpoint, or its URL: a new run starts from its weights (step 0, fresh optimizer)."""
+    """Folder or URL of a run or a checkpoint, with whose weights a new run starts (step 0, fresh optimizer)."""
     mirror: str | None = None
     """URL of a folder on another store, such as s3://bucket/run, to which checkpoints are copied
     (docs/checkpoints-and-conversion.md#another-store)."""
@@ -96,13 +96,13 @@ def step_of(checkpoint: Path) -> int | None:
 
 
 def temporary_folder(checkpoints: Path, step: int) -> Path:
-    """Make an empty folder for the files of a step's checkpoint, and remove what interrupted saves and removals left.
+    """Make an empty folder for the files of a step's checkpoint, and remove folders of interrupted saves and removals.
 
     The folder's name is unique: the writer of a killed run may outlive the run, and must not write into this folder.
     """
     for leftover in checkpoints.glob(".step-*.tmp"):
         shutil.rmtree(leftover, ignore_errors=True)
-    folder = _hidden(checkpoints, checkpoint_name(step))
+    folder = _hidden_path(checkpoints, checkpoint_name(step))
     folder.mkdir(parents=True)
     return folder
 
@@ -146,19 +146,19 @@ def publish_checkpoint(
 
 
 def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint in a thread, since it takes seconds; rename it first: half removed it would look complete."""
-    aside = _hidden(checkpoint.parent, checkpoint.name)
+    """Rename a checkpoint, which would look complete while half removed; remove it in a thread: that takes seconds."""
+    aside = _hidden_path(checkpoint.parent, checkpoint.name)
     os.rename(checkpoint, aside)
     threading.Thread(target=shutil.rmtree, args=(aside,), kwargs={"ignore_errors": True}).start()
 
 
-def _hidden(checkpoints: Path, name: str) -> Path:
-    """Return a unique path that no reader takes for a checkpoint; the next save removes a folder that is left there."""
+def _hidden_path(checkpoints: Path, name: str) -> Path:
+    """Return a unique path that no reader takes for a checkpoint; the next save removes a folder left at it."""
     return checkpoints / f".{name}.{uuid.uuid4().hex}.tmp"
 
 
 def point_to(checkpoint: Path, damaged: Sequence[Path]) -> None:
-    """Make `latest` name a checkpoint, and set damaged checkpoints aside."""
+    """Set damaged checkpoints aside, and make `latest` name a checkpoint; write nothing if all that is so already."""
     latest = checkpoint.parent / LATEST
     with suppress(CorruptError):  # a damaged `latest` is replaced below
         if not damaged and _read_latest(latest) == checkpoint:

@@ -88,11 +88,10 @@ def _take(run: Path, content: bytes) -> None:
 
     Wait for another machine's lock to become stale: its holder is known to be alive once the lock's time changes.
     """
-    path, first_time = run / LOCK, None
+    path, first_time_ns = run / LOCK, None
     while True:
-        with suppress(FileExistsError):
-            with path.open("xb") as stream:
-                stream.write(content)
+        with suppress(FileExistsError), path.open("xb") as stream:
+            stream.write(content)
             return
         with suppress(FileNotFoundError):  # the holder has removed it meanwhile
             before, time_ns = path.read_bytes(), path.stat().st_mtime_ns
@@ -100,13 +99,13 @@ def _take(run: Path, content: bytes) -> None:
             if holder is None:
                 if path.read_bytes() == before:  # otherwise another process has replaced it meanwhile
                     path.unlink()
-            elif holder.place == _place() or first_time not in (None, time_ns):  # the time has changed
+            elif holder.place == _place() or first_time_ns not in (None, time_ns):  # the time has changed
                 raise InUseError(
                     f"{run} is in use by a run on {holder.host} (process {holder.pid}) since {holder.since}; wait for "
                     f"its end, stop it, or name another folder ({path} says so)"
                 )
             else:
-                first_time = time_ns
+                first_time_ns = time_ns
                 time.sleep(LOOK_SECONDS)
 
 
@@ -125,6 +124,6 @@ def _place() -> str:
 
 def _is_running(pid: int) -> bool:
     try:
-        return stat_fields(pid)[0] not in "ZX"
+        return stat_fields(pid)[0] not in "ZX"  # zombie, dead
     except OSError:
         return False

@@ -66,7 +66,7 @@ class CheckpointSaver:
         self._checkpoints = run / run_folder.CHECKPOINTS
         self._grid, self._keep, self._async_save, self._in_use = grid, keep, async_save, in_use
         self._strategy = megatron_versions.save_strategy(grid.groups.dp_cp)
-        self._calls = AsyncCallsQueue(persistent=False)  # a persistent one's writer needs CUDA
+        self._calls = AsyncCallsQueue(persistent=False)  # the writer of a persistent queue needs CUDA
         self._unpublished: _Unpublished | None = None
         self._is_validated = False  # whether the shards of all ranks were checked to make whole tensors
 
@@ -96,7 +96,7 @@ class CheckpointSaver:
         assert self._unpublished is None, "finish_due(blocking=True) comes before the next save"
         state = training_state(stages, optimizer, progress, self._grid)
         check_finite(state, step)
-        make_folder = self._reporting(step, None)(run_folder.temporary_folder)
+        make_folder = self._reporting(step, None)(run_folder.temporary_folder)  # decorated: it raises FanformerError
         folder = on_main(lambda: make_folder(self._checkpoints, step))
         logger.debug("writing step %d to %s", step, folder)
         self._unpublished = _Unpublished(step, folder, config, attachments)
@@ -144,8 +144,7 @@ class CheckpointSaver:
 
         @self._reporting(due.step, due.folder)
         def publish() -> Path:
-            in_use = self._in_use()
-            return run_folder.publish_checkpoint(self._checkpoints, *due, keep=self._keep, in_use=in_use)
+            return run_folder.publish_checkpoint(self._checkpoints, *due, keep=self._keep, in_use=self._in_use())
 
         return on_main(publish)
 
@@ -159,7 +158,7 @@ class CheckpointSaver:
 
     @contextmanager
     def _reporting(self, step: int, unfinished: Path | None) -> Iterator[None]:
-        """Raise `_failure` in place of an OSError in the block, or in the function that this decorates."""
+        """Turn an OSError in the block, or in the decorated function, into the error that `_failure` returns."""
         try:
             yield
         except OSError as error:
@@ -167,7 +166,7 @@ class CheckpointSaver:
             raise self._failure(step, str(error), unfinished) from error
 
     def _failure(self, step: int, reason: str, unfinished: Path | None) -> FanformerError:
-        """Remove the folder of an unfinished checkpoint, and return the error to raise."""
+        """Remove the folder of an unfinished checkpoint (None: there is none yet), and return the error to raise."""
         if unfinished is not None:
             shutil.rmtree(unfinished, ignore_errors=True)  # this may fail, too, for instance on a full disk
         return FanformerError(

@@ -44,7 +44,7 @@ STATE_PREFIX = "optimizer.state."  # a tensor of the optimizer: optimizer.state.
 MAIN_WEIGHT = f"{STATE_PREFIX}param."
 Table: TypeAlias = Metadata
 
-# A table may hold data classes and enumerations of these modules.
+# A table may hold data classes and enumerations of the modules in RECORDS, and the classes and functions in VALUES.
 RECORDS = (
     "torch.distributed.checkpoint.metadata",
     "torch.distributed.checkpoint.planner",
@@ -59,7 +59,7 @@ VALUES = {
     ("pathlib", "PurePosixPath"),
 }
 MOVED = {"pathlib._local": "pathlib"}
-"""Names of modules in Python 3.13, and in other versions: torch's writer of whole tensors puts a path in a table."""
+"""By Python 3.13's name of a module, the name in other versions; `write_full_tensors` leaves paths in a table."""
 
 # -- the table
 
@@ -82,7 +82,7 @@ def _find(module: str, name: str) -> Any:
 
 
 def _member(owner: Any, name: Any) -> enum.Enum:
-    """Return a member of an enumeration of `RECORDS`: Python 3.11.2 pickles it as a call of `getattr`."""
+    """Stand for `getattr`, by which Python 3.11.2 pickles an enumeration's member: return a member from `RECORDS`."""
     if isinstance(owner, type) and issubclass(owner, enum.Enum) and owner.__module__ in RECORDS:
         for member in owner:
             if member.name == name:
@@ -129,7 +129,7 @@ class Stored(NamedTuple):
 
 
 def stored_parts(table: Table) -> list[Stored]:
-    """Return the parts of all tensors, and the objects, sorted by file and offset."""
+    """Return the locations of all tensors' parts and of all objects, sorted by file and offset."""
     parts = [
         Stored(index.fqn, info.relative_path, info.offset, info.length) for index, info in table.storage_data.items()
     ]
@@ -144,7 +144,7 @@ def tensors_of(table: Table) -> dict[str, TensorStorageMetadata]:
 
 
 def main_weight_name(weight: str, stored_names: Collection[str]) -> str:
-    """Return the stored name of a weight in float32: its main weight (of a run in bf16), or else the weight itself."""
+    """Return the name of a weight's float32 values: the main weight's if one is stored, or else the weight's own."""
     return MAIN_WEIGHT + weight if MAIN_WEIGHT + weight in stored_names else weight
 
 
@@ -213,7 +213,7 @@ def saved_progress(checkpoint: Path, table: Table) -> SavedProgress | None:
     file, common = common_values(checkpoint, table)
     if isinstance(common, dict) and not common.get("progress"):
         return None
-    progress = common["progress"] if isinstance(common, dict) else common  # damaged: shown in the message
+    progress = common["progress"] if isinstance(common, dict) else common  # damaged: for the message
     values = progress if isinstance(progress, dict) else {}
     step, samples = values.get("step"), values.get("consumed_samples")
     if not isinstance(step, int) or not isinstance(samples, int):

@@ -45,12 +45,7 @@ def training_state(stages: list[Any], optimizer: Any, progress: dict[str, Any], 
 
 
 def load_training_state(
-    checkpoint: Path,
-    *,
-    stages: list[Any],
-    optimizer: Any,
-    grid: RankGrid,
-    resumed_entries: Collection[str],
+    checkpoint: Path, *, stages: list[Any], optimizer: Any, grid: RankGrid, resumed_entries: Collection[str]
 ) -> dict[str, Any]:
     """Load weights and optimizer in place, and return the saved progress; every rank calls it.
 
@@ -59,21 +54,21 @@ def load_training_state(
     table = _read_checked_by_ranks(checkpoint, grid)
     stored_names = tensors_of(table).keys()
     weights = model_state(stages, grid)
-    # Made before the weights are loaded: `weights` has the parameters themselves until then, and copies afterwards.
+    # Before the load: until then `weights` holds the parameters themselves, by which the optimizer's states are found.
     tensors = requested_tensors(optimizer, weights, stored_names)
     requested = {**requested_weights(weights, stored_names), **scales_to_load(stages, grid, table)}
     loaded = megatron_versions.load(requested, checkpoint, table, grid.groups.dp_cp)
     with reporting_damage(checkpoint):
         _set_weights(stages, loaded)
         set_scales(stages, grid, loaded)
-    # A second load: it may need a weight in float32 that the first needs in bf16, and one load reads a name once.
-    in_place = {number: shard.data for number, shard in tensors.items()}
+    # A second load: it may need a weight in float32 that the first needs in bf16, and one load reads a name only once.
+    targets = {number: shard.data for number, shard in tensors.items()}
     loaded_optimizer = megatron_versions.load({"optimizer_tensors": tensors}, checkpoint, table, grid.groups.dp_cp)
     with reporting_damage(checkpoint):
-        for number, tensor in in_place.items():
+        for number, target in targets.items():
             loaded_tensor = loaded_optimizer["optimizer_tensors"][number]
-            if loaded_tensor.data_ptr() != tensor.data_ptr():  # read by another replica, into another tensor
-                tensor.copy_(loaded_tensor)
+            if loaded_tensor.data_ptr() != target.data_ptr():  # another replica has read it and sent it in a new tensor
+                target.copy_(loaded_tensor)
         # Plain values, such as the groups' entries and the progress, are loaded without a request.
         set_groups(optimizer, loaded["optimizer"]["param_groups"], resumed_entries)
         progress: dict[str, Any] = loaded["progress"]
@@ -83,15 +78,14 @@ def load_training_state(
 def load_weights(checkpoint: Path, stages: list[Any], grid: RankGrid) -> None:
     """Load the weights alone of a checkpoint of any layout into the chunks of this rank's pipeline stage."""
     table = _read_checked_by_ranks(checkpoint, grid)
-    loaded = megatron_versions.load(model_state(stages, grid), checkpoint, table, grid.groups.dp_cp)
-    _set_weights(stages, loaded)
+    _set_weights(stages, megatron_versions.load(model_state(stages, grid), checkpoint, table, grid.groups.dp_cp))
 
 
 def model_state(stages: list[Any], grid: RankGrid) -> dict[str, dict[str, Any]]:
     """Return the parameters of a stage's chunks as sharded tensors, by chunk: {"model0": {name: tensor}, ...}.
 
-    The extra state of Transformer Engine's layers (FP8 scales, see below) is left out, so that these and local layers
-    load each other's checkpoints.
+    The extra state of Transformer Engine's layers (FP8 scales, see below) is left out, so that a run with these layers
+    and a run with local layers load each other's checkpoints.
     """
     states = [chunk.sharded_state_dict(metadata=grid.sharding_metadata) for chunk in stages]
     return {
@@ -176,14 +170,20 @@ def set_scales(stages: list[Any], grid: RankGrid, loaded: dict[str, Any]) -> Non
 
 
 def _fp8_layers(stages: list[Any], grid: RankGrid) -> Iterator[tuple[ShardedObject, Any]]:
-    """Yield (shard, layer) for each layer that may run in FP8; the shard is for the layer's scales, and has no data."""
+    """Yield (shard, layer) for Transformer Engine's layers; nothing unless the recipe is `delayed`.
+
+    The shard tells where a checkpoint stores the layer's scales: it is the ShardedObject of the layer's `_extra_state`,
+    with another key and without data.
+    """
     config = stages[0].config
     if not config.fp8 or config.fp8_recipe != "delayed":
         return
     for chunk in stages:
         for name, shard in chunk.sharded_state_dict(metadata=grid.sharding_metadata).items():
-            layer = chunk.get_submodule(name.removesuffix(f".{EXTRA_STATE}")) if name.endswith(EXTRA_STATE) else None
-            if hasattr(layer, "init_fp8_meta_tensors") and isinstance(shard, ShardedObject):
+            if not name.endswith(EXTRA_STATE) or not isinstance(shard, ShardedObject):
+                continue
+            layer = chunk.get_submodule(name.removesuffix(f".{EXTRA_STATE}"))
+            if hasattr(layer, "init_fp8_meta_tensors"):
                 yield replace(shard, key=shard.key.removesuffix(EXTRA_STATE) + FP8_SCALES, data=None), layer
 
 
@@ -224,7 +224,7 @@ def stored_state(optimizer: Any, weights: dict[str, Any]) -> dict[str, Any]:
 
 
 def requested_tensors(optimizer: Any, weights: dict[str, Any], stored: Collection[str]) -> dict[int, ShardedTensor]:
-    """Return the optimizer's tensors, to load into, under their names in a checkpoint whose tensors are `stored`."""
+    """Return the optimizer's tensors, to load into, under their names in the checkpoint, whose names are `stored`."""
     shards = {}
     for number, shard in enumerate(_shards(optimizer, weights)):
         if shard.key.startswith(MAIN_WEIGHT):
@@ -236,21 +236,24 @@ def requested_tensors(optimizer: Any, weights: dict[str, Any], stored: Collectio
 def requested_weights(weights: dict[str, Any], stored_names: Collection[str]) -> dict[str, Any]:
     """Return the weights, to load into, under the names by which a checkpoint stores them in this run's type."""
 
-    def named(leaf: Any) -> Any:
+    def with_stored_name(leaf: Any) -> Any:
         is_float32 = leaf.data.dtype == torch.float32
         return replace(leaf, key=main_weight_name(leaf.key, stored_names)) if is_float32 else leaf
 
-    return {chunk: {name: named(leaf) for name, leaf in leaves.items()} for chunk, leaves in weights.items()}
+    return {chunk: {name: with_stored_name(leaf) for name, leaf in leaves.items()} for chunk, leaves in weights.items()}
 
 
 def set_groups(optimizer: Any, groups: list[dict[str, Any]], names: Collection[str]) -> None:
-    """Set the entries `names`, such as the step, of the parameter groups, whose order is the same in all layouts."""
+    """Set the entries `names`, such as the step, from stored parameter groups; all layouts have them in one order."""
     for group, stored in zip(optimizer.param_groups, groups, strict=True):
         group.update({name: stored[name] for name in names})
 
 
 def _stored_groups(optimizer: Any) -> list[dict[str, Any]]:
-    """Return the parameter groups without parameters; groups without weights on this rank get the common step."""
+    """Return the entries of all parameter groups except `params`, with the same step in all groups.
+
+    Our Adam does not count steps in a group that is empty on this rank, so such a group takes the step from the others.
+    """
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     step = max(group.get("step", 0) for group in groups)
     return [{**group, "step": step} for group in groups]
@@ -263,6 +266,7 @@ def _parts(optimizer: Any, weights: list[torch.nn.Parameter]) -> Iterator[_Part]
         single.init_state_fn(single.optimizer, single.config)
         if isinstance(single, DistributedOptimizer):
             instance = single.distributed_optimizer_instance_id
+            # For each buffer, by number format: the buckets, each with this rank's ranges of weights in `param_map`.
             buckets = [bucket for buffer in single.gbuf_ranges for group in buffer.values() for bucket in group]
             starts = {weight: span["param"].start for bucket in buckets for weight, span in bucket["param_map"].items()}
             states = {weight: dict(single._get_main_param_and_optimizer_states(weight)) for weight in starts}
@@ -282,10 +286,10 @@ def _parts(optimizer: Any, weights: list[torch.nn.Parameter]) -> Iterator[_Part]
 
 
 def _shards(optimizer: Any, weights: dict[str, Any]) -> Iterator[ShardedTensor]:
-    """Yield the parts of the optimizer's state as rectangles of whole tensors; their data are the optimizer's own."""
-    pieces = {leaf.data: list(local_shards({"": leaf})) for leaf in nested_values(weights)}  # of each weight
-    for part in _parts(optimizer, list(pieces)):
-        for piece in pieces[part.weight]:
+    """Yield the parts of the optimizer's state as rectangles of whole tensors, which share the optimizer's memory."""
+    pieces_by_weight = {leaf.data: list(local_shards({"": leaf})) for leaf in nested_values(weights)}
+    for part in _parts(optimizer, list(pieces_by_weight)):
+        for piece in pieces_by_weight[part.weight]:
             for name, tensor in part.tensors.items():
                 yield from _rectangles_of(piece, part, f"{STATE_PREFIX}{name}.{piece.key}", tensor.detach().view(-1))
 
@@ -316,7 +320,7 @@ def _rectangles_of(piece: ShardedTensor, part: _Part, key: str, flat: Tensor) ->
             local_shape=tuple(data.shape),
             global_offset=tuple(map(add, piece.global_offset, map(sub, low, corner))),
             axis_fragmentations=None,  # the shards form no regular grid
-            # Its last number tells the copies apart: those of data parallel ranks, or one on each instance.
+            # The last number tells copies of a shard apart: those on data parallel ranks, or one on each instance.
             replica_id=piece.replica_id if part.instance is None else (*piece.replica_id[:2], part.instance),
         )
 
@@ -331,7 +335,7 @@ def rectangles(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[i
     columns = shape[-1] if len(shape) == 2 else 1  # a vector is one column
     while start < end:
         row, column = divmod(start, columns)
-        whole_rows = 0 if column else (end - start) // columns  # without any, the rectangle is a part of one row
+        whole_rows = 0 if column else (end - start) // columns  # 0: the rectangle is a part of one row
         extent = (whole_rows or 1, columns if whole_rows else min(columns - column, end - start))
         yield start, (row, column)[: len(shape)], extent[: len(shape)]
         start += extent[0] * extent[1]

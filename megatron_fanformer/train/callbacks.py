@@ -1,6 +1,6 @@
 """The callbacks of a training step: its metrics, the tokens of each source, slow ranks, and garbage collection.
 
-`Trainer` has a list of them and calls them in its order. `PhaseHealth` is a callback, too.
+`Trainer` calls them in the order of its list. `PhaseHealth` (phase_health.py) is a callback, too.
 """
 
 import gc
@@ -68,8 +68,8 @@ class StepMetrics(Callback):
     """
 
     def __init__(self, config: RunConfig, grid: RankGrid, optimizer: Any) -> None:
-        # With attention within documents, the number of scores depends on the documents' lengths, which are not
-        # counted. Assume the least, a document per token, so that the metrics never claim more than was computed.
+        # With attention within documents, the number of attention scores depends on the documents' lengths, which are
+        # not known here. Assume one token per document, so that the metrics never claim more than was computed.
         context_length = 1 if config.data.reset_attention_mask else None
         self._flops_per_token = training_flops_per_token(config.model, context_length)
         self._peak_flops_per_second = peak_flops_per_second(config, grid)
@@ -110,7 +110,7 @@ class StepMetrics(Callback):
 
 
 def peak_flops_per_second(config: RunConfig, grid: RankGrid) -> float | None:
-    """Return the peak rate of all chips of the run in its number format, by the data sheet; None if unknown."""
+    """Return the peak FLOP/s of all chips of the run in the run's number format, by the data sheet; None if unknown."""
     if grid.device != "cuda" or (chip := machine_of_device(torch.cuda.get_device_name())) is None:
         return None
     number_format = "fp8" if config.precision.fp8 else config.precision.dtype
@@ -132,7 +132,7 @@ class Stragglers(Callback):
     def __init__(self, stages: list[Any], grid: RankGrid, *, interval: int | None) -> None:
         self._grid = grid
         self._interval = interval if grid.world_size > 1 else None
-        self._began: Any = None
+        self._began: Any = None  # the start of the current step, from `_now`
         self._spans: list[tuple[Any, Any]] = []  # the start and the end of each step's computation
         config = stages[0].config
         finalize = config.finalize_model_grads_func
@@ -164,7 +164,7 @@ class Stragglers(Callback):
         if not is_due(step, self._interval):
             return {}
         on_cpu = self._grid.device == "cpu"
-        seconds = [end - began if on_cpu else began.elapsed_time(end) / 1000 for began, end in self._spans]
+        seconds = [end - began if on_cpu else began.elapsed_time(end) / 1000 for began, end in self._spans]  # GPU: ms
         self._spans.clear()
         gathered = torch.empty(self._grid.world_size, dtype=torch.float64, device=self._grid.torch_device)
         dist.all_gather_into_tensor(gathered, gathered.new_tensor([statistics.median(seconds or [0.0])]))
@@ -220,16 +220,17 @@ class SourceCounter(Callback):
             in_mix = counts.epoch_samples(config.data, mix.blend)
             epoch_samples |= dict(zip(mix.blend.sources, in_mix, strict=True))
         self._names = [redacted(source.name) for source in epoch_samples]
-        numbers = {name: number for number, name in enumerate(self._names)}
+        number_of = {name: number for number, name in enumerate(self._names)}
         # Without stages, a source that the blend names twice is two sources of the dataset, which have one name here.
         dataset_sources = epoch_samples if config.data.stages else data.train.sources
-        self._name_numbers = [numbers[redacted(source.name)] for source in dataset_sources]
+        self._name_numbers = [number_of[redacted(source.name)] for source in dataset_sources]
         self._labels = source_labels(list(epoch_samples))
         self._epoch_samples = np.array(list(epoch_samples.values()))
-        self._step, known = (0, {}) if totals is None else (step, totals)
+        self._step = 0 if totals is None else step
+        known = totals or {}
         tokens = [known.get(name, {}).get("tokens", 0) for name in self._names]
         self._samples = np.array(tokens, np.int64) // config.model.seq_length
-        self._former = {name: dict(total) for name, total in known.items() if name not in numbers}  # no longer named
+        self._former = {name: dict(total) for name, total in known.items() if name not in number_of}  # no longer named
 
     def begin_step(self, step: int) -> None:
         """Log the name of the stage that begins with this step, if one does."""
@@ -249,7 +250,7 @@ class SourceCounter(Callback):
     def after_step(self, step: int, *, is_skipped: bool) -> dict[str, Any]:
         """Return the totals as metrics on rank 0, every `logging.norm_interval` steps and after the last step."""
         interval, is_last = self._config.logging.norm_interval, step >= self._config.training.steps
-        if not self._names or interval is None or not is_main() or (step % interval and not is_last):
+        if not self._names or interval is None or not is_main() or not (is_last or is_due(step, interval)):
             return {}
         by_label = zip(self._labels, self._present_totals(step).values(), strict=True)
         return {f"data/{label}/{unit}": total for label, totals in by_label for unit, total in totals.items()}

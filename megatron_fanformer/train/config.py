@@ -65,7 +65,7 @@ class TrainingConfig:
     run_dir: str
     """The run's folder."""
     train_iters: int | None = None
-    """Steps of the whole run; it or `epochs` must be given."""
+    """Steps of the whole run; this or `epochs` must be given."""
     epochs: float | None = None
     """With `data.format` sft, in place of `train_iters`: number of passes over the conversations."""
     global_batch_size: int
@@ -117,19 +117,19 @@ class RunConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """The layout over ranks."""
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
-    """Implementations of its layers."""
+    """Implementations of the layers."""
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
-    """The device, threads and communication of its ranks."""
+    """The device, threads and communication of the ranks."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     """Number formats."""
     data: DataConfig = field(default_factory=DataConfig)
     """Token files."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """The optimizer: AdamW."""
+    """The optimizer and its settings."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Learning rate over the steps."""
     training: TrainingConfig
-    """Length and batches."""
+    """The run's length and batches."""
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     """Recovery from damage and bad numbers."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -155,7 +155,7 @@ class RunConfig:
         """Return a training step of this run as input for the formulas of `plan`.
 
         Args:
-            layers: which implementation computes the layers.
+            layers: the implementation that computes the layers.
         """
         return Job(
             model=self.model,
@@ -217,8 +217,7 @@ class RunConfig:
         Args:
             exclude: names of sections not to check, such as `data`, whose check reads the token files.
         """
-        names = [section.name for section in dataclasses.fields(self) if section.name not in exclude]
-        sections = [getattr(self, name) for name in names]
+        sections = [getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in exclude]
         return [problem for section in sections if hasattr(section, "problems") for problem in section.problems()]
 
     def joint_problems(self, data_parallel_size: int) -> list[str]:
@@ -354,8 +353,8 @@ def _expand_preset(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checkpoint_and_model(values: dict[str, Any]) -> tuple[str, FANformerConfig]:
-    """Return the run's newest checkpoint, or `checkpoint.load` if it has none, and the model of that checkpoint."""
-    fields = flatten(values)  # not checked yet: their type may be wrong
+    """Return the run's newest checkpoint, or `checkpoint.load` if the run has none, and that checkpoint's model."""
+    fields = flatten(values)  # not checked yet: a value may have a wrong type
     run, load = (fields.get(name) for name in ("training.run_dir", "checkpoint.load"))
     checkpoints = run_folder.complete_checkpoints(Path(run)) if isinstance(run, str) and run else []
     for checkpoint in reversed(checkpoints):

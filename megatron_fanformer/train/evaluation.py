@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class Evaluation:
-    """Evaluates a run's model when an evaluation is due. All ranks call it together.
+    """Evaluates a run's model when an evaluation is due. All ranks make the same calls together.
 
     Args:
         survey: the tasks and perplexity sets.

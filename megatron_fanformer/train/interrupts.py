@@ -20,7 +20,7 @@ from megatron_fanformer.runtime.parallel import RankGrid
 
 
 class Interrupts(NamedTuple):
-    """Pending requests to stop, end or save: those of one rank, or of all ranks together."""
+    """Pending requests to stop, end or save, of one rank or of all ranks together."""
 
     stop: bool = False
     """Save and end with exit code 5, because a signal came."""

@@ -53,8 +53,7 @@ class LoggingConfig:
     norm_interval: int | None = 100
     """Steps between norms of weights, peak memory, tokens of each source, and the slowest rank; null: none."""
     phase_interval: int | None = 1000
-    """Steps between measurements of the FAN map's phases (docs/metrics.md#phase-health), which CUDA graphs turn off;
-    null: none."""
+    """Steps between measurements of FAN phases (docs/metrics.md#phase-health); null, or with CUDA graphs: none."""
     folder: str | None = None
     """Folder for a log file of each rank (`rank-00000.log` and so on); null: none."""
     profile_steps: list[int] | None = None
@@ -105,7 +104,7 @@ class Start:
 
 
 class Logger(ABC):
-    """Base class of loggers. Creating one opens it; when the run goes back, it is closed and created again.
+    """Base class of loggers. Creating a logger opens it; when the run goes back, it is closed and created again.
 
     To add a logger, write a subclass, enter it in `LOGGERS`, and add a configuration field that turns it on.
     """
@@ -142,7 +141,7 @@ class JSONLines(Logger):
     def __init__(self, start: Start) -> None:
         self._path = start.run / METRICS
         if self._path.exists():
-            # The last item is empty, or a line that a crash cut off.
+            # The last item, after the last line's end, is empty, or a line that a crash cut off: drop it.
             entries = [(line, metrics_entry(line)) for line in self._path.read_bytes().split(b"\n")[:-1]]
             kept = [line + b"\n" for line, entry in entries if entry is not None and entry["step"] <= start.step]
             write_atomically(self._path, b"".join(kept))
@@ -156,7 +155,7 @@ class JSONLines(Logger):
 
     def close(self, *, failed: bool = False) -> None:
         """Close the file."""
-        with suppress(OSError) if failed else naming(self._path):  # keeps the error that ended the run
+        with suppress(OSError) if failed else naming(self._path):  # must not hide the error that ended the run
             self._file.close()
 
 
@@ -244,7 +243,7 @@ class WeightsAndBiases(Logger):
         file = start.run / RUN_ID
         file.parent.mkdir(exist_ok=True)
         run_id = regular_file(file).read_text().strip() if file.exists() else uuid.uuid4().hex
-        # Set for the whole process: without a key, wandb then fails instead of asking, while the other ranks wait.
+        # Silent for the whole process: without a key, wandb then fails, and does not ask while other ranks wait.
         wandb.setup(wandb.Settings(silent=True))
         self._run = wandb.init(
             project=config.wandb_project,
@@ -259,7 +258,7 @@ class WeightsAndBiases(Logger):
             ),
         )
         write_atomically(file, self._run.id)
-        self._last_step = max(start.step, self._run.step - 1)  # `step` is the next one of the server
+        self._last_step = max(start.step, self._run.step - 1)  # `step` of W&B's run is the next one that it takes
         if self._run.url:
             logger.info("Weights & Biases: %s", self._run.url)
 
@@ -341,7 +340,7 @@ class Loggers:
 
     @contextmanager
     def _dropping_failed(self, name: str) -> Iterator[None]:
-        """If the block fails, raise if the logger `is_needed`, or warn and drop it for good: its record has a gap."""
+        """If the block fails, raise the error if the logger `is_needed`; else warn, and drop the logger for good."""
         try:
             yield
         except Exception as error:  # libraries and networks raise errors of any type

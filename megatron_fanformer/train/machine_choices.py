@@ -25,8 +25,8 @@ def choose_for_machine(config: RunConfig, grid: RankGrid) -> tuple[RunConfig, li
     on_gpu = grid.device == "cuda"
     implementation = resolve_transformer_impl(config.kernels.transformer_impl)
     is_engine = implementation == "transformer_engine"
-    # Overlapping communication with computation pays if there are replicas (context parallel ranks included); but gloo
-    # would take CPU cores from the computation.
+    # Overlapping communication with computation is faster if there are replicas (context parallel ranks count, too).
+    # Over gloo it is not, because gloo takes CPU cores from the computation.
     is_faster = grid.backend == "nccl" and grid.groups.dp_cp.size() > 1
     overlaps_reduce, overlaps_gather = config.parallel.resolved_overlaps(is_faster=is_faster)
     values: dict[str, Any] = {
@@ -64,7 +64,7 @@ def attention_notice(config: RunConfig, grid: RankGrid) -> str | None:
     if grid.device != "cuda" or chosen_engine_attention() != "unfused":
         return None
     if config.kernels.attention_backend != "auto" or config.dtype(grid.device).itemsize != 2:
-        return None  # the user has chosen the backend, or float32 leaves no other
+        return None  # the user has chosen the backend, or in float32 there is no other
     return (
         "Transformer Engine has no fused attention for this run, and keeps every score: slower, and memory grows with "
         "the square of the sequence (docs/gpu.md#attention; NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 say why)"

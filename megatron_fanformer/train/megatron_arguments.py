@@ -103,17 +103,20 @@ class Converted(NamedTuple):
         return "\n".join([*lines, "", yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)])
 
     def lines(self) -> list[str]:
-        """Return the titles and the notes, one line each."""
-        return [line for title, notes in self.notes.items() for line in ("", f"{title}:", *(f"- {n}" for n in notes))]
+        """Return the titles, each after an empty line, and the notes, one line each."""
+        lines: list[str] = []
+        for title, notes in self.notes.items():
+            lines += ["", f"{title}:", *[f"- {note}" for note in notes]]
+        return lines
 
 
 def convert(words: Sequence[str]) -> Converted:
-    """Convert the words of a command line for Megatron-LM; words up to the name of its program are ignored.
+    """Convert the words of a command line for Megatron-LM; words up to the name of the program are ignored.
 
     Arguments with a section, such as `--model.vocab_size N`, set our fields directly.
 
     Raises:
-        InputError: there are no arguments, or one with a section is no field.
+        InputError: there are no arguments, or an argument with a section names no field.
     """
     program = max((place for place, word in enumerate(words) if PROGRAM.match(word)), default=-1)
     arguments, overrides = _group_words(words[program + 1 :])

@@ -21,7 +21,7 @@ class Metric(NamedTuple):
 
     name: str
     group: str
-    """Group of the metric on dashboards."""
+    """The metric's group on dashboards."""
     unit: str
     text: str
     """Description for docs/metrics.md. It names pages by their paths from the root of the repository."""
@@ -31,8 +31,7 @@ _TABLE = """
 step | train |  | steps from 1
 tokens | train |  | of all samples so far
 loss | train | nats per token | mean cross entropy
-z_loss | train | nats per token | with `training.z_loss_coefficient`: mean of the z-loss, which `loss` does not
-    count
+z_loss | train | nats per token | with `training.z_loss_coefficient`: mean of the z-loss, which is not in `loss`
 grad_norm | train |  | norm of the gradient before clipping
 params_norm | train |  | every `logging.norm_interval` steps: norm of all weights
 learning_rate | train |  | learning rate of the step
@@ -41,8 +40,7 @@ data/NAME/tokens | data |  | every `logging.norm_interval` steps and after the l
     trained on so far, without those of skipped steps; NAME is its path, below the folder of all sources
 data/NAME/epochs | data |  | the same in epochs of that source
 step_seconds | speed | s | time of computing and updating, without evaluation and saving
-tokens_per_second | speed | tokens/s | over the same time; only tokens with a loss count, in fine-tuning the learned
-    ones
+tokens_per_second | speed | tokens/s | over the same time; only tokens with a loss count (fine-tuning: learned ones)
 model_flops_per_second | speed | FLOP/s | by the formula in `plan/job.py`, over all ranks; within documents
     without attention's scores (docs/fine-tuning.md#attention-within-documents)
 model_flops_utilization | speed | share | that rate over the chips' rate by their data sheet, in the format of the
@@ -55,8 +53,7 @@ work_seconds/slowest | speed | s | the same of the slowest rank
 slowest_rank | speed |  | its number
 validation_loss/NAME | evaluation | nats per token | loss on a validation set, if the step evaluated
     (docs/evaluation.md#in-the-loop)
-eval/NAME/CrossEntropyLoss | evaluation | nats per token | loss on a perplexity set, by OLMo's name, if the step
-    evaluated
+eval/NAME/CrossEntropyLoss | evaluation | nats per token | loss on a perplexity set, by OLMo's name, if evaluated
 eval/NAME/Perplexity | evaluation |  | perplexity of a set, or the mean of a group of sets
 eval/NAME/BitsPerByte | evaluation | bits per byte | bits per byte of a perplexity set
 eval/downstream/NAME | evaluation |  | a task's own metric, by OLMo's name

@@ -70,7 +70,7 @@ def weight_norm(optimizer: "MegatronOptimizer") -> float:
 
 
 def _config_overrides(rule: AdamW, stages: list[Any]) -> dict[Any, dict[str, Any]]:
-    """Return the entries of each parameter group that has any, by megatron-core's key for the weights of the group."""
+    """Return the entries of each parameter group that has any, by a key that selects the weights of the group."""
     from megatron.core.optimizer import ParamKey
     from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 
@@ -79,8 +79,8 @@ def _config_overrides(rule: AdamW, stages: list[Any]) -> dict[Any, dict[str, Any
         is_copy = getattr(parameter, "shared_embedding", False)
         return rule.group_entries(EMBEDDING if is_copy else name, parameter.ndim)
 
-    by_weight = [entries_of(parameter, name) for stage in stages for name, parameter in stage.named_parameters()]
-    groups = {tuple(sorted(entries.items())): entries for entries in by_weight if entries}
+    all_entries = [entries_of(parameter, name) for stage in stages for name, parameter in stage.named_parameters()]
+    groups = {tuple(sorted(entries.items())): entries for entries in all_entries if entries}  # equal ones once
     overrides: dict[Any, dict[str, Any]] = {}
     for key, entries in groups.items():
         predicate = ParamWithNamePredicate(

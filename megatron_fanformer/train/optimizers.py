@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and a configuration is check
 StateDtype = Literal["fp32", "bf16"]
 STATE_ELEMENT_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2}
 LARGEST_BF16_DECAY = 1 - 2**-8
-"""The largest decay for states in bf16, whose numbers are up to 2^-7 apart: a larger one leaves some as they are."""
+"""The largest decay of a state in bf16, whose numbers are up to 2^-7 apart: a larger decay leaves some unchanged."""
 
 Group = Mapping[str, Any]
 """A parameter group, or the entries that `group_entries` returns for one."""
@@ -44,10 +44,10 @@ class AdamW(OptimizerStates):
     def torch_class(self) -> "type[torch.optim.Optimizer] | None":
         """Return the torch optimizer to use instead of megatron-core's Adam; None: use megatron-core's.
 
-        Each state must be a tensor of the weight's shape; everything else belongs into the parameter group. Our Adam is
-        used if neither Transformer Engine nor apex has a fused one for these number formats. torch's AdamW cannot be
-        used: megatron-core's distributed optimizer would load one shared step tensor into the states of all parameters,
-        the step would advance once per parameter, and a resumed run would silently go wrong.
+        Every state must be a tensor of the weight's shape; everything else belongs in the parameter group. We use our
+        Adam if Transformer Engine and apex have no fused Adam for these number formats. Without both, megatron-core
+        falls back to torch's AdamW, which keeps a step tensor in every state: the distributed optimizer would load one
+        shared tensor into all states, which would advance once per parameter, and the run would silently go wrong.
         """
         import megatron.core.optimizer as megatron_optimizer
 
@@ -58,7 +58,8 @@ class AdamW(OptimizerStates):
         formats = {self.exp_avg_dtype, self.exp_avg_sq_dtype}
         if formats == {"fp32"}:
             return None
-        # If only one moment is in bf16, the Engine's step copies all weights to float32 at once; ours copies blocks.
+        # With only one moment in bf16, Transformer Engine's step makes float32 copies of that moment for all weights at
+        # once; ours copies it block by block.
         return with_bf16_moments(megatron_optimizer.Adam) if formats == {"bf16"} else Adam
 
     def connect(self, config: Any, optimizer: Any, stages: list[Any]) -> None:
@@ -77,8 +78,7 @@ class AdamW(OptimizerStates):
         `wd_mult` multiplies the decay and `lr_mult` the learning rate; an optimizer may define more entries.
 
         Args:
-            name: the weight's name in Megatron's modules, with any prefix; `EMBEDDING` for the second copy of a tied
-                embedding.
+            name: the weight's name in Megatron's modules, with any prefix; `EMBEDDING` for a tied embedding's copy.
             dimensions: 1 for norms and biases, 2 for matrices.
         """
         return {"wd_mult": 0.0} if dimensions == 1 or EMBEDDING in name else {}
@@ -128,7 +128,7 @@ class Muon(AdamW):
         connect_muon(config, optimizer, stages, self.takes_whole)
 
     def group_entries(self, name: str, dimensions: int) -> Group:
-        """Return `BY_MUON` for the matrices of layers, AdamW's entries for all other weights."""
+        """Return the entry `BY_MUON` for matrices of layers, AdamW's entries for all other weights."""
         return {BY_MUON: True} if self.takes_whole(name, dimensions) else super().group_entries(name, dimensions)
 
     def state_names(self, group: Group) -> tuple[str, ...]:
@@ -140,7 +140,7 @@ class Muon(AdamW):
         return self.exp_avg_dtype if name == "momentum_buffer" else super().state_dtype(name)
 
     def takes_whole(self, name: str, dimensions: int) -> bool:
-        """Return whether the weight is a matrix of a layer; in `plan`, names begin within the layer."""
+        """Return whether a weight is a matrix of a layer. Names from `plan` begin within the layer: mlp.linear_fc1."""
         return dimensions == 2 and (name.startswith(("self_attention.", "mlp.")) or ".layers." in name)
 
 
@@ -169,7 +169,7 @@ class OptimizerConfig:
     """Number format in which the first moment is kept, and Muon's momentum. In `bf16` each takes 2 bytes a weight
     less; steps are still computed in float32 (docs/parallelism.md#moments-in-bf16)."""
     exp_avg_sq_dtype: StateDtype = "fp32"
-    """The same of the second moment."""
+    """Number format in which the second moment is kept."""
     muon_momentum: float = 0.95
     """Decay of Muon's momentum, which is Nesterov's."""
     muon_extra_scale_factor: float = 0.2

@@ -26,8 +26,7 @@ from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.train.callbacks import Callback, is_due
 
 DEAD_SPREAD = 2.0**-8
-"""Units with less spread are dead: this is the spacing of bf16's numbers just below 1, so cos p and sin p are almost
-constant."""
+"""Units with less spread are dead: bf16's numbers just below 1 are this far apart, so (cos p, sin p) hardly moves."""
 COARSE_PHASE = 16.0
 """The smallest coarse phase: from here on bf16's numbers are 1/8 apart, and rounding moves a phase by 0.04 rad (root
 mean square), which is the noise that FP8 adds to a phase of any size (docs/fp8-phase.md)."""
@@ -47,7 +46,7 @@ class PhaseHealth(Callback):
         attention_class, _ = model.placement.attention()
         modules = (module for stage in stages for module in stage.modules())
         self._attentions = [module for module in modules if self._units and isinstance(module, attention_class)]
-        self._layer_phases: list[_LayerPhases] = []  # of the step that is measured
+        self._layer_phases: list[_LayerPhases] = []  # of the step that is being measured
 
     @contextmanager
     def around_attempt(self, step: int) -> Iterator[None]:
@@ -141,6 +140,6 @@ class _LayerPhases:
         row = unit = 0  # the output's first row on this rank, and its first unit in the layer
         for periodic, linear in shard.outputs:  # the numbers of rows on this rank
             middle, end = row + periodic, row + periodic + linear
-            own_unit = unit + shard.rank * periodic
-            yield slice(row, middle), slice(own_unit, own_unit + periodic), slice(middle, end)
+            first_unit = unit + shard.rank * periodic  # on this rank
+            yield slice(row, middle), slice(first_unit, first_unit + periodic), slice(middle, end)
             row, unit = end, unit + shard.ranks * periodic

@@ -171,7 +171,7 @@ def _check_config(
 
 
 def machine_problems(config: RunConfig) -> list[str]:
-    """Return what a configuration needs and this machine lacks, one line each."""
+    """Return the reasons why this machine cannot run a configuration, one line each."""
     try:
         device = devices.resolve_device(config.runtime.device)
     except InputError as error:
@@ -317,10 +317,9 @@ def _find_checkpoints(config: RunConfig) -> tuple[tuple[Path, ...], Damaged, Pat
     load = config.checkpoint.load
     if not load:
         return (), (), None
-    try:
-        if is_url(load):  # fetch it into the run's folder, which all machines share
-            return (), (), find_checkpoint(fetch_checkpoint(load, run / run_folder.LOADED, logger.info))
-        return (), (), find_checkpoint(load)
+    try:  # all machines share the run's folder, so the copy of a URL's checkpoint goes there
+        path: str | Path = fetch_checkpoint(load, run / run_folder.LOADED, logger.info) if is_url(load) else load
+        return (), (), find_checkpoint(path)
     except InputError as error:
         raise InputError(f"checkpoint.load: {error}") from None
 

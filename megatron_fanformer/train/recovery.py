@@ -5,7 +5,7 @@
     bad                      the step's samples are skipped, the weights stay
     several bad in a row     the run goes back to the last checkpoint before them, and skips them from then on
 
-Every rank comes to the same decision, because the numbers that it judges are equal on all ranks (`step.gradient_norm`).
+Every rank comes to the same decision, because all ranks judge equal numbers (see `step.gradient_norm`).
 The trainer carries the decision out. Events are appended to `recovery.jsonl` in the run's folder; a resumed run reads
 there which steps to skip.
 """
@@ -54,7 +54,7 @@ class RecoveryConfig:
     spiky_grad_norm_factor: float = 10.0
     """A spike is a gradient norm above this many times its running median."""
     spike_window: int = 100
-    """Good steps in the medians; no spikes before a tenth of them."""
+    """Good steps that the medians are taken over; before a tenth of them, no step is a spike."""
     compute_again: bool = True
     """Compute a bad step again; if it is good then, take it."""
     max_bad_steps_in_a_row: int = 3
@@ -121,7 +121,7 @@ class EventLog:
             file.write(b"\n" * is_cut_off + line.encode() + b"\n")
 
     def totals(self) -> dict[str, int]:
-        """Return the metrics that count the events so far; a step that was skipped twice counts once."""
+        """Return the metrics that count the events so far; a step that was skipped more than once counts once."""
         return {TOTALS[event]: len(set(steps) if event == "skipped" else steps) for event, steps in self._steps.items()}
 
 
@@ -211,7 +211,7 @@ class BadSteps:
             self._rewinds = 0
 
     def medians(self) -> dict[str, list[float]]:
-        """Return the values that the running medians are taken of, for a checkpoint; empty without spike checks."""
+        """Return the values that the running medians are taken over, to save them; empty without spike checks."""
         return {"losses": list(self._losses), "grad_norms": list(self._norms)} if self._losses else {}
 
     def set_medians(self, saved: dict[str, list[float]]) -> None:

@@ -42,7 +42,7 @@ class Checkpointer:
 
     @functools.cached_property
     def _saver(self) -> "CheckpointSaver":
-        """What writes checkpoints; created after the first step, because its imports take some 0.4 s."""
+        """The writer of checkpoints; created after the first step, because importing its module takes some 0.4 s."""
         from megatron_fanformer.checkpoint.saving import CheckpointSaver
 
         return CheckpointSaver(
@@ -83,7 +83,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """Abort the checkpoint in progress, if any."""
-        if "_saver" in vars(self):  # the cached property has been created
+        if "_saver" in vars(self):  # otherwise the cached property is not created yet
             self._saver.close()
 
     def _note_published(self, step: int, published: Path | None) -> None:

@@ -61,7 +61,7 @@ class ScheduleConfig:
     def joint_problems(self, *, lr: float, train_iters: int | None) -> list[str]:
         """Return the broken rules that involve the peak rate or the number of steps (None: unknown yet)."""
         problems = []
-        end = self.lr_decay_iters or train_iters  # of the decay
+        end = self.lr_decay_iters or train_iters  # the decay's last step
         if end is not None:
             warmup, wsd_steps = self.warmup_steps(end), self.wsd_steps(end)
             if warmup >= end:
@@ -95,7 +95,7 @@ def build_scheduler(
     min_lr = lr / 10 if config.min_lr is None else config.min_lr
     for group in optimizer.param_groups:
         factor = group.get("lr_mult", 1.0)
-        group["max_lr"], group["min_lr"] = factor * lr, factor * min_lr  # the scheduler prefers them to its own
+        group["max_lr"], group["min_lr"] = factor * lr, factor * min_lr  # the scheduler uses these before its own
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

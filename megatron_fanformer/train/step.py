@@ -40,7 +40,7 @@ class StepResult:
     tokens: int
     """Number of tokens that `loss` is the mean of."""
     interrupts: Interrupts
-    """Pending requests of all ranks together, when the step's numbers were summed."""
+    """The requests of all ranks together that were pending when the step's numbers were summed."""
 
 
 class StepBatches:

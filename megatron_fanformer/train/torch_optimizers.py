@@ -50,7 +50,7 @@ class Adam(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
-            if group["params"]:  # like FusedAdam: a group that is empty on this rank keeps no step
+            if group["params"]:  # a group that is empty on this rank gets no step
                 group["step"] = group.get("step", 0) + 1
                 self._step_group(group)
 
@@ -65,12 +65,13 @@ class Adam(torch.optim.Optimizer):
         for tensors in zip(parameters, gradients, first, second, strict=True):
             blocks = (tensor.view(-1).split(COPIED_ELEMENTS) for tensor in tensors)
             for weight, gradient, *moments in zip(*blocks, strict=True):
-                exact = [moment.float() for moment in moments]  # a float32 moment is returned itself, not copied
-                _update(group, [weight], [gradient], [exact[0]], [exact[1]])
-                for moment, value in zip(moments, exact, strict=True):
+                float32_moments = [moment.float() for moment in moments]  # a moment in float32 is not copied
+                _update(group, [weight], [gradient], [float32_moments[0]], [float32_moments[1]])
+                for moment, value in zip(moments, float32_moments, strict=True):
                     moment.copy_(value)  # rounds to bf16
 
     def _state_of(self, weight: Tensor, *names: str) -> dict[str, Tensor]:
+        """Return the states of a weight by name; if there are none yet, create those of `names`, filled with zeros."""
         if not self.state[weight]:
             self.state[weight] = {
                 name: torch.zeros_like(weight, dtype=self.state_dtypes.get(name, weight.dtype)) for name in names
@@ -250,24 +251,24 @@ def exchange_updates(
     message = torch.cat([settings.empty, *(gradients[to].flatten().to(dtype) for to in range(ranks) if sent[to])])
     parts = _all_to_all(message, sent, received, settings)
     del message  # each of the tensors deleted here is as large as the matrix
-    returned = [num_elements(owned, holder, to_owner=False) for holder in range(ranks)]
+    sent_back = [num_elements(owned, holder, to_owner=False) for holder in range(ranks)]
     results = settings.empty
     if owned is not None:
         whole = _join_parts(owned, parts, tensor_size)
         del parts
         update = owned.update(whole, settings.scale, dtype)
         del whole
-        results = results.new_empty(sum(returned))
+        results = results.new_empty(sum(sent_back))
         shards = [shard.flatten() for shard in update.chunk(owned.shards, dim=owned.dimension)]
         del update
-        for holder, result in enumerate(results.split(returned)):
+        for holder, result in enumerate(results.split(sent_back)):
             first, last = owned.ranges[holder // tensor_size]
             shard_number = holder % tensor_size if owned.shards > 1 else 0
             result.copy_(shards[shard_number][first:last])
         del shards
-    own_sizes = [num_elements(matrices.get(owner), rank, to_owner=False) for owner in range(ranks)]
-    updates = _all_to_all(results, returned, own_sizes, settings)
-    return {owner: update for owner, update in enumerate(updates) if own_sizes[owner]}
+    got_back = [num_elements(matrices.get(owner), rank, to_owner=False) for owner in range(ranks)]
+    updates = _all_to_all(results, sent_back, got_back, settings)
+    return {owner: update for owner, update in enumerate(updates) if got_back[owner]}
 
 
 def _join_parts(matrix: Matrix, parts: Sequence[Tensor], tensor_size: int) -> Tensor:
@@ -297,6 +298,7 @@ def connect_muon(config: Any, optimizer: Any, stages: list[Any], is_matrix: Call
     is_sharded, tensor_size = stages[0].ddp_config.use_distributed_optimizer, groups.tp.size()
     data_ranks = groups.dp_cp.size() if is_sharded else 1
     group = groups.tp if data_ranks == 1 else groups.tp_dp_cp
+    # `exchange_updates` finds a rank's part of a matrix by this order of ranks.
     assert group.rank() == groups.tp.rank() + (tensor_size * groups.dp_cp.rank() if data_ranks > 1 else 0)
     matrices = [
         _describe_matrix(optimizer, stage, name, weight, tensor_size, data_ranks)
@@ -325,9 +327,9 @@ def _describe_matrix(optimizer: Any, stage: Any, name: str, weight: Any, tensor_
     is_shard, config = getattr(weight, "tensor_model_parallel", False), stage.config
     heads_per_group = config.num_attention_heads // config.num_query_groups
     layer_tensor = next(tensor for tensor in all_tensors() if name.endswith(tensor.name))
-    places = getattr(optimizer, "model_param_group_index_map", None)
-    if isinstance(places, dict):  # megatron-core's distributed optimizer
-        group, number = places.get(weight, (None, None))
+    group_and_number = getattr(optimizer, "model_param_group_index_map", None)
+    if isinstance(group_and_number, dict):  # megatron-core's distributed optimizer
+        group, number = group_and_number.get(weight, (None, None))
         main = None if group is None else optimizer.optimizer.param_groups[group]["params"][number]
         ranges = _shard_ranges(stage, weight, data_ranks)
     else:

@@ -78,7 +78,7 @@ class Trainer:
         self._interrupts = Interrupts()  # of all ranks together, as of the current step
         seed_everything(config.training.seed, graphable=config.kernels.cuda_graph_impl != "none")
         self._build()
-        # `_start_or_resume` creates `_bad_steps` later: hence the lambda.
+        # A lambda, because `_start_or_resume` creates `_bad_steps` only later.
         self._saves = Checkpointer(config, grid, self._listener, note_saved=lambda: self._bad_steps.note_saved())
         self._num_micro_batches = config.num_micro_batches(grid.data_parallel_size)
         self._evaluation = Evaluation(config, start.evaluation, grid, lambda: self._listener.shared(grid).stop)
@@ -144,7 +144,7 @@ class Trainer:
             metrics = self._train_one_step()
         if self._bad_steps.limit_reached:
             self._go_back()
-            return "signal" if self._interrupts.stop else None  # without a save: the last checkpoint has this state
+            return "signal" if self._interrupts.stop else None  # no save: the checkpoint just loaded has this state
         for callback in (*self._callbacks, self._source_counter):
             metrics.update(callback.after_step(self.step, is_skipped="skipped" in metrics))
         try:
@@ -158,7 +158,7 @@ class Trainer:
         return stop_reason
 
     def close(self, *, failed: bool = False) -> None:
-        """Close profile and logs, and abort the writing of a checkpoint; `failed`: the run ends with an error."""
+        """Close the profile and the logs, and abort an unfinished save; `failed`: the run ends with an error."""
         self.profiler.close(self.step, failed=failed)
         self._saves.close()
         self._batches.close()
@@ -200,7 +200,7 @@ class Trainer:
         }
 
     def _compute(self, batches: StepBatches) -> tuple[StepResult, str | None]:
-        """Compute the step, and once more if its numbers are bad: if a machine was at fault, they are good then.
+        """Compute the step; if its numbers are bad, compute it again, which helps if a machine was at fault.
 
         The gradients stay in the buffers. Return the last numbers, and the fault in them, if any.
         """
@@ -361,8 +361,9 @@ class Trainer:
         self._scheduler = self._build_scheduler()
 
     def _build_scheduler(self) -> Any:
-        config = self.config
-        return build_scheduler(config.schedule, self._optimizer, config.optimizer, train_iters=config.training.steps)
+        return build_scheduler(
+            self.config.schedule, self._optimizer, self.config.optimizer, train_iters=self.config.training.steps
+        )
 
     def _start_or_resume(self) -> None:
         past_events = list(self._start.events)
