@@ -1,6 +1,6 @@
 """A corpus that every machine has: the source files of the Python standard library, as JSON lines.
 
-The same library gives the same bytes: documents are sorted by path, and a hash of the path decides what is held out.
+The same library gives the same bytes: documents are sorted by path, whose hash decides which of them are held out.
 """
 
 import gzip
@@ -51,7 +51,7 @@ def _read_sources(root: Path) -> Iterator[dict[str, str]]:
         try:
             text = path.read_bytes().decode("utf-8")
         except UnicodeDecodeError:
-            continue  # the file states another encoding in its first lines; a few such files may be left out
+            continue  # a file in another encoding, which its first lines state; the library has few of them
         if text:
             yield {"id": path.relative_to(root).as_posix(), "text": text, "source": "python-standard-library"}
 

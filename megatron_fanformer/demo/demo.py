@@ -1,4 +1,4 @@
-"""The verb `demo`: from text to a trained FANformer, to a Hugging Face folder and to generated text, on this machine.
+"""The verb `demo`: trains a FANformer on text, exports it to Hugging Face and generates text, all on this machine.
 
 The text is the source code of the Python standard library. The model is trained at tensor parallel 2, on two local
 ranks; the training is stopped half-way and resumed.
@@ -37,12 +37,11 @@ from megatron_fanformer.processes import usable_cores
 from megatron_fanformer.train.metrics import VALIDATION_PREFIX, loss_picture, read_metrics
 from megatron_fanformer.train.start import start_run
 
-VOCAB_SIZE = 8192
-STEPS = 330
+VOCAB_SIZE, STEPS = 8192, 330
 RUN = "run"
-MARK = ".fanformer-demo"  # the demo made a folder that contains this file, and may replace it
+MARK = ".fanformer-demo"  # marks a folder as made by the demo, which may then remove it
 VALIDATION = "held-out"
-LOGITS_TOLERANCE = 1e-4  # absolute, between the trainer's logits and transformers'; both in float32
+LOGITS_TOLERANCE = 1e-4  # absolute difference between the trainer's logits and transformers', both in float32
 PROMPT = "def read_lines(path):\n"
 NEW_TOKENS = 64
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "seed": 1}
@@ -55,7 +54,7 @@ def run_demo(root: Path) -> None:
     """Run all steps of the demo in the folder `root`, and print a summary.
 
     Raises:
-        InputError: the folder exists, and no earlier demo made it, or a run in it has not ended.
+        InputError: the folder exists and was not made by an earlier demo, or a run in it has not ended.
         FanformerError: a step fails, or the export's logits differ from the trainer's.
     """
     started = time.monotonic()
@@ -156,7 +155,7 @@ def training_config(root: Path) -> dict[str, Any]:
             "exit_interval": STEPS // 2,
         },
         "checkpoint": {"keep": 2},
-        "logging": {"log_interval": 25, "phase_interval": STEPS // 6},  # the usual 1,000 would show no phases
+        "logging": {"log_interval": 25, "phase_interval": STEPS // 6},  # the default, 1,000, would show no phases
     }
 
 

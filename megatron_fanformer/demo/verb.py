@@ -1,4 +1,4 @@
-"""The verb `demo`; imports nothing that is slow."""
+"""The verb `demo` and its options; imports nothing that is slow."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +12,11 @@ class DemoOptions:
     """Options of `demo`."""
 
     output: Path = Path("runs/demo")
-    """Folder for everything that it makes."""
+    """Folder for all files of the demo."""
 
 
 def demo(options: DemoOptions) -> None:
-    """Run the verb `demo`, on the CPU even if there is a GPU."""
+    """Run the demo, on the CPU even if there is a GPU."""
     device.prepare_megatron(on_cpu=True)
     from megatron_fanformer.demo.demo import run_demo
 

@@ -1,1 +1,1 @@
-"""Perplexity sets and downstream tasks, measured in any layout: in the loop, and by `megatron-fanformer evaluate`."""
+"""Measures perplexity sets and downstream tasks in any parallel layout: during training, and by `evaluate`."""

@@ -1,7 +1,7 @@
 """Runs programs that a model wrote, each in a process of its own, within limits. This is no sandbox.
 
-The limits stop programs with mistakes: endless loops, unlimited memory, fork bombs, files. A program still runs under
-the user's account: it can read and remove the user's files, use the network, or report a pass that it did not earn.
+The limits stop programs with mistakes: endless loops, unlimited memory, fork bombs, written files. But a program runs
+under the user's account: it can read and remove the user's files, use the network, or report a pass falsely.
 Evaluate a model that you do not trust in a container.
 """
 
@@ -23,7 +23,7 @@ from megatron_fanformer.processes import usable_cores
 
 
 class Program(NamedTuple):
-    """The source of a program, and of tests that run after it and see its names."""
+    """The source of a program, and the source of tests, which run after the program and see its names."""
 
     source: str
     tests: str = ""
@@ -65,7 +65,7 @@ def _run_program(limits: Limits, program: Program) -> Result:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             cwd=home,
-            # No other variable is inherited. (With -I Python would ignore the seed, and the order of sets would vary.)
+            # No other variable is inherited. (Not -I: Python would ignore the hash seed, and the order of sets vary.)
             env={"HOME": home, "TMPDIR": home, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8"},
             start_new_session=True,
         ) as process,
@@ -76,7 +76,7 @@ def _run_program(limits: Limits, program: Program) -> Result:
             return Result(outcome="timed out", message=f"it took more than {limits.wall_seconds:g} s")
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with all processes that it started
+                os.killpg(process.pid, signal.SIGKILL)  # and all processes that the program started
     if report:
         text = report.decode(errors="replace")
         return Result(outcome="passed") if text == "passed" else Result(outcome="failed", message=text)
@@ -88,9 +88,9 @@ def _run_program(limits: Limits, program: Program) -> Result:
 
 
 def _child() -> None:
-    """Run the program on standard input, then its tests; write `passed` or the error to standard output.
+    """Read a program from standard input, run it and its tests; write `passed` or the error to standard output.
 
-    The child process runs this function's source, which imports nothing of this package.
+    The child process runs this function's source alone, which therefore imports all that it uses.
     """
     import ctypes
     import json
@@ -102,7 +102,7 @@ def _child() -> None:
     ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG: killed when its parent ends
     source, tests, memory_bytes, cpu_seconds = json.load(sys.stdin)
     report = os.dup(1)
-    for stream in range(3):  # the program's output is discarded, its input is empty
+    for stream in range(3):  # the program's input is empty, and its output is discarded
         os.dup2(os.open(os.devnull, os.O_RDWR), stream)
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))  # SIGXCPU, then SIGKILL
@@ -111,19 +111,19 @@ def _child() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 
     def refuse_processes(event: str, _arguments: object) -> None:
-        # RLIMIT_NPROC does not bind root, and counts all processes and threads of any other user.
+        # No RLIMIT_NPROC: it does not limit root, and for another user it counts all of the user's processes.
         if event.startswith(("os.fork", "os.exec", "os.posix_spawn", "os.system", "subprocess.", "os.kill")):
             raise PermissionError(f"{event} is refused")
 
     sys.addaudithook(refuse_processes)
-    # The program runs in a new module, where it does not see the names of this function's module.
+    # The program runs in a new module, so that it does not see the names of this one.
     module = types.ModuleType("__main__")
     sys.argv, sys.modules["__main__"] = ["program"], module
     text = "passed"
     try:
         exec(compile(source, "<program>", "exec"), module.__dict__)
         exec(compile(tests, "<tests>", "exec"), module.__dict__)
-    except BaseException as error:  # SystemExit, too: a program that exits early has not passed
+    except BaseException as error:  # SystemExit, too: a program that exits before its tests end has not passed
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
     os.write(report, text.encode(errors="replace"))
     os._exit(0)  # without waiting for threads or exit handlers of the program

@@ -2,7 +2,7 @@
 
 Scores vary far more between documents than between two models on one document. So the difference is taken document by
 document, and its uncertainty comes from the choice of documents. The bootstrap repeats this choice ten thousand times:
-it draws as many documents as there are, with replacement (Efron and Tibshirani, An Introduction to the Bootstrap,
+each time it draws n of the n documents with replacement (Efron and Tibshirani, An Introduction to the Bootstrap,
 chapters 8 and 13: the percentile interval of paired data).
 """
 
@@ -20,7 +20,7 @@ from megatron_fanformer.terminal import table
 
 DRAWS = 10_000
 INTERVAL = (0.025, 0.975)
-MOST_KINDS = 256  # with more kinds of documents, drawing single documents is cheaper than drawing each kind's number
+MOST_KINDS = 256  # of equal documents; for more it is cheaper to draw documents than to draw how often each kind occurs
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,29 +36,28 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     interval: tuple[float, float]
     """The 95% interval of b - a."""
     standard_error: float
-    """Standard error of b - a, by the same draws."""
+    """Standard error of b - a, from the same draws as the interval."""
     documents: int
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Two results, side by side, as --output writes them."""
+    """The comparison of two results, as --output writes it."""
 
     a: str
-    """The checkpoint of A."""
+    """The checkpoint of A; `b` is that of B."""
     b: str
     tasks: dict[str, Difference]
     mean: Difference | None
-    """Mean difference over the tasks whose metric is a share of documents; None with fewer than two of them."""
+    """Mean difference over the tasks whose metric is a share of documents; None if there are fewer than two."""
     perplexity: dict[str, tuple[float, float]]
-    """A's and B's perplexity of the sets and groups that both have; a result has no losses of documents."""
+    """A's and B's perplexity of the sets and groups that both have. No interval: results have no losses by document."""
 
 
 def compare(a: Result, b: Result, *, draws: int = DRAWS) -> Comparison:
     """Return the differences of two results in the tasks that both have, each in the task's default metric.
 
-    Raises:
-        InputError: the results have no task and no perplexity set in common, or were measured differently: they differ
-            in a task's documents, a set's tokens, or the settings of generation.
+    Raises InputError if the results have no task and no perplexity set in common, or differ in the documents of a task,
+    the tokens of a set, or the settings that their numbers depend on.
     """
     tasks = [name for name in a.tasks if name in b.tasks]
     sets = [name for name in a.perplexity if name in b.perplexity]
@@ -68,18 +67,21 @@ def compare(a: Result, b: Result, *, draws: int = DRAWS) -> Comparison:
             "both on the same"
         )
     if sets:
-        _refuse_unequal(", ".join(sets), "the tokenizer", *(str(result.tokenizer)[:12] for result in (a, b)))
-        for field in ("chunk_tokens", "limit_tokens"):
-            _refuse_unequal(", ".join(sets), option_name(field), *(getattr(r.settings, field, None) for r in (a, b)))
+        names = ", ".join(sets)
+        _refuse_unequal(names, "the tokenizer", str(a.tokenizer)[:12], str(b.tokenizer)[:12])
+        for field in ("chunk_tokens", "limit_tokens"):  # `settings` may be None
+            _refuse_unequal(
+                names, option_name(field), getattr(a.settings, field, None), getattr(b.settings, field, None)
+            )
     for name in sets:
-        _refuse_unequal(name, "the number of scored tokens", *(r.perplexity[name].tokens for r in (a, b)))
+        _refuse_unequal(name, "the number of scored tokens", a.perplexity[name].tokens, b.perplexity[name].tokens)
     if generated := [name for name in tasks if a.tasks[name].metric in GENERATED]:
-        lengths = (getattr(r.settings, "max_new_tokens", None) for r in (a, b))
-        _refuse_unequal(", ".join(generated), "--max-new-tokens", *lengths)
+        in_a, in_b = (getattr(result.settings, "max_new_tokens", None) for result in (a, b))
+        _refuse_unequal(", ".join(generated), "--max-new-tokens", in_a, in_b)
     differences: dict[str, Difference] = {}
-    drawn: dict[str, np.ndarray] = {}
+    drawn: dict[str, np.ndarray] = {}  # by task, the difference in each draw
     for name in tasks:
-        # Seeded by the task's name, so that tasks are drawn independently, and alike whichever others are compared.
+        # Seeded by the task's name: tasks are drawn independently, and a result does not depend on the other tasks.
         generator = np.random.default_rng((0, zlib.crc32(name.encode())))
         differences[name], drawn[name] = _task_difference(name, a.tasks[name], b.tasks[name], draws, generator)
     shares = [name for name in tasks if is_share(differences[name].metric)]
@@ -103,19 +105,19 @@ def _refuse_unequal(measured: str, name: str, in_a: object, in_b: object) -> Non
 def _task_difference(
     name: str, a: TaskResult, b: TaskResult, draws: int, generator: np.random.Generator
 ) -> tuple[Difference, np.ndarray]:
-    """Return a task's difference, and [draws] the difference in each draw of documents."""
+    """Return a task's difference, and the difference in each draw of documents, [draws]."""
     _refuse_unequal(name, "the metric", a.metric, b.metric)
     _refuse_unequal(name, "the number of documents", len(a.documents), len(b.documents))
-    for left, right in zip(a.documents, b.documents, strict=True):
+    for left, right in zip(a.documents, b.documents, strict=True):  # documents of generation tasks have no label
         if (left["doc_id"], left.get("label")) != (right["doc_id"], right.get("label")):
             raise InputError(
                 f"{name}: document {left['doc_id']} of A is another one in B; evaluate both with the same --requests, "
                 "--limit and files"
             )
-    features = [np.array([(one["score"], one.get("weight", 1.0)) for one in task.documents]) for task in (a, b)]
-    sums = resampled_sums(np.concatenate(features, axis=1), draws, generator)  # of A's two columns, then B's two
+    columns = [np.array([(one["score"], one.get("weight", 1.0)) for one in task.documents]) for task in (a, b)]
+    sums = resampled_sums(np.concatenate(columns, axis=1), draws, generator)  # A's score and weight, then B's
     drawn = _quotient(sums[:, 2:]) - _quotient(sums[:, :2])
-    values = [float(_quotient(rows.sum(0))) for rows in features]
+    values = [float(_quotient(of_task.sum(0))) for of_task in columns]
     return _difference(name, a.metric, values, drawn, len(a.documents)), drawn
 
 
@@ -139,8 +141,8 @@ def _difference(
 def resampled_sums(features_nf: np.ndarray, draws: int, generator: np.random.Generator) -> np.ndarray:
     """Return [draws, f]: the sums of the features [n, f] over n documents drawn with replacement, for each draw.
 
-    Documents with equal features are one kind. How often each kind is drawn has a multinomial distribution, so that
-    the cost does not depend on n if there are few kinds.
+    Documents with equal features are of one kind. The numbers of documents drawn of each kind have a multinomial
+    distribution; to draw these numbers, if there are few kinds, costs the same for any n.
     """
     n = len(features_nf)
     kinds, counts = np.unique(features_nf, axis=0, return_counts=True)
@@ -162,7 +164,8 @@ def comparison_lines(comparison: Comparison) -> Iterator[str]:
         rows = [
             (
                 one.name,
-                *(figure(one.metric, value) for value in (one.a, one.b)),
+                figure(one.metric, one.a),
+                figure(one.metric, one.b),
                 figure(one.metric, one.difference, sign="+"),
                 " to ".join(figure(one.metric, end, sign="+") for end in one.interval),
             )

@@ -22,30 +22,30 @@ SETS: dict[Group, tuple[str, ...]] = {
         *("ice", "m2d2_s2orc", "pile", "wikitext_103"),
     ),
 }
-"""The sets of the paper's groups, by OLMo's names."""
+"""The names of the sets in each of the paper's groups, which are OLMo's names."""
 SET_FILES: dict[Group, str] = {"v2-small": "v2_small_gptneox20b/{}/val.npy", "v3-small": "v3_small_gptneox20b/{}/val"}
-"""Paths of a group's sets, as in OLMo's URLs below eval-data/perplexity."""
+"""The path of a set of each group, with {} for the set's name, as in OLMo's URLs below eval-data/perplexity."""
 
 
 def set_name(group: Group, name: str) -> str:
-    """Return the name that OLMo's metrics give to a set of a group."""
+    """Return the name of a group's set in OLMo's metrics."""
     return f"{group}-{name}-validation"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PerplexityConfig:
-    """Sets of tokens whose perplexity is measured, each file cut into chunks as in the paper."""
+    """Sets of tokens whose perplexity is measured; each file is cut into chunks, as in the paper."""
 
     sets: dict[str, list[str]] = field(default_factory=dict)
     """Sets by name: prefixes of pairs, `.npy` files, globs, or folders."""
     groups: list[Group] = field(default_factory=list)
-    """The paper's groups of sets, in `folder`."""
+    """The paper's groups of sets to measure; their files are in `folder`."""
     folder: str | None = None
     """Folder of the sets of `groups`, as OLMo lays them out (docs/evaluation.md#perplexity-sets)."""
     chunk_tokens: int | None = None
-    """Tokens of a chunk, all but the first scored; null: `seq_length`."""
+    """Tokens of a chunk, of which all but the first are scored; null: `seq_length`."""
     limit_tokens: int | None = None
-    """Take so many tokens from the beginning of each set, in whole chunks; null: all."""
+    """Number of tokens to take of each set, from its beginning, rounded up to whole chunks; null: all."""
     npy_dtype: NpyType = "uint16"
     """Type of the token ids in `.npy` files without a manifest."""
 
@@ -56,7 +56,7 @@ class PerplexityConfig:
 
     @property
     def paths(self) -> dict[str, list[str]]:
-        """Return the paths of every set by the set's name, those of the groups first."""
+        """Return each set's paths by the set's name; the sets of groups come first."""
         group_paths = {
             set_name(group, name): [f"{self.folder}/{SET_FILES[group].format(name)}"]
             for group in self.groups
@@ -86,12 +86,12 @@ class EvaluationConfig:
     """Tasks and perplexity sets that a run measures as it goes on (docs/evaluation.md#in-the-loop)."""
 
     requests: str | None = None
-    """Request file of `evaluate --prepare`, made with `data.tokenizer`."""
+    """Request file that `evaluate --prepare` wrote with the tokenizer in `data.tokenizer`."""
     tasks: list[str] = field(default_factory=list)
     """Tasks or groups (`paper`, `olmo-core-8`, `easy`, `mmlu`) of the request file, your own as `own:NAME`; empty: all
-    of its choice tasks."""
+    choice tasks of the file."""
     limit: int | None = None
-    """Take the first so many documents of each task; null: all."""
+    """Number of documents to take of each task, from its beginning; null: all."""
     interval: int | None = None
     """Steps between evaluations; null: `training.eval_interval`."""
     batch_tokens: int | None = None
@@ -101,13 +101,14 @@ class EvaluationConfig:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether nothing is to be measured."""
+        """Return whether the configuration names neither a request file nor sets."""
         return self.requests is None and self.perplexity.is_empty
 
     def problems(self) -> list[str]:
         """Return the rules of single fields that this configuration breaks, one line each; no file is opened."""
-        counts = ("limit", "interval", "batch_tokens")
-        problems = broken_fields("evaluation", self, "be at least 1, or null", lambda count: count < 1, *counts)
+        problems = broken_fields(
+            "evaluation", self, "be at least 1, or null", lambda count: count < 1, "limit", "interval", "batch_tokens"
+        )
         if self.requests is None:
             problems += [
                 f"evaluation.{name} is set without evaluation.requests; name a request file, which `evaluate "
@@ -129,11 +130,11 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRequest:
-    """An evaluation that the options of `evaluate` request, checked without a model."""
+    """The evaluation that the options of `evaluate` request, checked as far as this is possible without a model."""
 
     options: EvaluateOptions
     checkpoints: tuple[Path, ...]
-    """Checkpoints to evaluate, each once, in the order of the table."""
+    """Checkpoints to evaluate, without duplicates, in the order of the table."""
     evaluation: EvaluationConfig
     """Tasks and sets to evaluate on. `tasks` may have generation tasks; empty: all tasks of the request file."""
     layout: Layout

@@ -1,4 +1,4 @@
-"""`evaluate`: reads its options, launches or joins ranks, and prints and writes the results."""
+"""The verb `evaluate`: reads the options, launches or joins ranks, and prints and writes the results."""
 
 import re
 from contextlib import nullcontext
@@ -97,7 +97,7 @@ def _evaluate_as_rank(options: EvaluateOptions, address: devices.RankAddress) ->
 
 
 def _find_jobs(request: EvaluationRequest) -> "Jobs":
-    from megatron_fanformer.runtime import megatron_cpu  # imports torch: after errors in the input were reported
+    from megatron_fanformer.runtime import megatron_cpu  # imports torch; errors in the options are reported before
 
     megatron_cpu.install()
     from megatron_fanformer.evaluate.jobs import find_jobs
@@ -116,7 +116,7 @@ def _evaluate_jobs(request: EvaluationRequest, jobs: "Jobs", grid: "RankGrid") -
         with phases("reading") if grid.is_main else nullcontext(lambda *_: None) as log:
             for result in evaluate_jobs(request, jobs, grid, log=log):
                 results.append(result)
-                if grid.is_main and request.options.output is not None:  # at once: the next checkpoint may fail
+                if grid.is_main and request.options.output is not None:  # now, since the next checkpoint may fail
                     write_results(request.options.output, results[0] if len(results) == 1 else results)
     finally:
         if grid.is_main and results:
@@ -124,7 +124,6 @@ def _evaluate_jobs(request: EvaluationRequest, jobs: "Jobs", grid: "RankGrid") -
 
 
 def _prepare(options: EvaluateOptions, file: Path) -> None:
-    """Write a request file."""
     if problems := file_problems(prepare=file):
         raise InputError("\n".join(problems))
     if not options.tasks or options.tokenizer is None:
@@ -146,7 +145,7 @@ def _prepare(options: EvaluateOptions, file: Path) -> None:
 
 
 def read_request(options: EvaluateOptions, *, world_size: int | None = None) -> EvaluationRequest:
-    """Return the evaluation that the options request, checked before torch is imported.
+    """Return the evaluation that the options request, after checks that need no torch.
 
     Args:
         world_size: the number of ranks that a launcher started; None if this process is to start the ranks.
@@ -172,7 +171,7 @@ def read_request(options: EvaluateOptions, *, world_size: int | None = None) -> 
 
 
 def _expand_checkpoints(name: str) -> list[str]:
-    """Return the paths of all checkpoints in a run's folder `checkpoints`; any other name stands for itself."""
+    """Return the paths of all checkpoints in a run's folder `checkpoints`; return any other name as it is."""
     path = Path(name)
     if path.name != run_folder.CHECKPOINTS or not path.is_dir() or run_folder.is_checkpoint(path):
         return [name]
@@ -184,7 +183,7 @@ def _find_checkpoint(path: str) -> Path:
 
 
 def _evaluation(options: EvaluateOptions, problems: list[str]) -> EvaluationConfig:
-    """Return the tasks and sets to evaluate on; append problems, which name the options."""
+    """Return the tasks and sets that the options name; append the options' problems to `problems`."""
     sets: dict[str, list[str]] = {}
     groups = []
     for item in options.perplexity:
@@ -209,14 +208,14 @@ def _evaluation(options: EvaluateOptions, problems: list[str]) -> EvaluationConf
         limit=options.limit,
         perplexity=perplexity,
     )
-    # Without tasks and limit: here, unlike in a run's configuration, both may be set without a request file.
+    # Without tasks and limit: options, unlike a run's configuration, may set both without a request file.
     field_problems = replace(evaluation, tasks=[], limit=None).problems()
     problems += map(as_options, field_problems or set_problems(perplexity))
     return evaluation
 
 
 def _task_names(options: EvaluateOptions) -> list[str]:
-    """Return the names of the request file's tasks; without a request file check that tasks exist, and return none."""
+    """Return the names of the tasks in the request file. Without the file, check that the tasks exist; return none."""
     if options.requests is None:
         find_tasks(options.tasks)
         return []
@@ -234,12 +233,12 @@ FIELD = re.compile(r"(?<![\w./~-])evaluation\.(?:perplexity\.)?(sets\.|\w+)")  #
 
 
 def as_options(text: str) -> str:
-    """Replace the fields that problems name by the options that set them: evaluation.limit by --limit."""
+    """Replace the names of fields in problems by those of the options that set them: evaluation.limit by --limit."""
     return FIELD.sub(lambda match: option_name(OPTIONS.get(match[1], match[1])), text)
 
 
 def _resolve_layout(text: str, world_size: int | None) -> Layout:
-    """Return the layout that a text describes; a launcher's ranks decide the number of replicas if it is not stated."""
+    """Return the layout that a text describes; if it states no data parallel size, `world_size` ranks decide it."""
     layout = parse_layout(text)
     if world_size is None:
         return layout

@@ -1,4 +1,4 @@
-"""Tasks whose answers a model writes greedily: judges GSM8K by the final number, HumanEval and MBPP by their tests.
+"""Has a model write answers greedily, and judges them: GSM8K's by the final number, HumanEval's and MBPP's by tests.
 
 A document is a dict of JSON values, as `prepare.documents` returns it and a request file stores it.
 """
@@ -19,13 +19,13 @@ from megatron_fanformer.generate.verb import SamplingConfig
 
 CODE = ("humaneval", "mbpp")
 """The tasks whose answers are programs."""
-BATCH_SIZE = 16  # answers that are written together; they do not depend on it
-# With thousands separated by commas; a minus after a digit is a subtraction. (GSM8K has answers "is - 10".)
+BATCH_SIZE = 16  # answers that are written together; another size gives the same answers
+# Commas may separate thousands. A minus after a digit is a subtraction, not a sign. GSM8K has answers "is - 10".
 NUMBER = re.compile(r"(?:(?<=is )- |(?<!\d)-)?\d[\d,]*(?:\.\d+)?")
 
 
 def text_problems(names: Sequence[str], options: EvaluateOptions, seq_length: int) -> list[str]:
-    """Return the reasons why a model for `seq_length` tokens cannot write answers, or may not run them as programs."""
+    """Return one line for each reason why the answers may not be run as programs, or leave prompts no room."""
     problems = [
         f"{name} runs programs that the model writes, in no sandbox; allow it in a container with "
         f"--allow-code-execution, or leave {name} out"
@@ -51,33 +51,31 @@ def evaluate(
 ) -> TaskResult:
     """Continue each document's `prompt` up to a `stop` string, and judge the answers.
 
-    A prompt that leaves no room for the answer loses its beginning.
+    A prompt that leaves too little room for its answer loses its beginning. Raises DivergenceError if logits are not
+    finite.
 
     Args:
         options: options that passed `text_problems`.
         log: called with the progress.
-
-    Raises:
-        DivergenceError: the model's logits are not finite.
     """
-    longest = model.config.seq_length
+    seq_length = model.config.seq_length
     prompts = tokenizer.encode_batch([document["prompt"] for document in documents])
     answers, num_cut = [], 0
     for document, ids in zip(documents, prompts, strict=True):
-        new_tokens = options.max_new_tokens or min(document["max_new_tokens"], longest // 2)
-        context = (ids or [tokenizer.eod_id])[new_tokens - longest :]  # the last ids, at most longest - new_tokens
+        new_tokens = options.max_new_tokens or min(document["max_new_tokens"], seq_length // 2)
+        context = (ids or [tokenizer.eod_id])[new_tokens - seq_length :]  # the last seq_length - new_tokens ids
         num_cut += len(context) < len(ids)
-        stop = document["stop"]
-        answers.append(Continuation(tokenizer, context, SamplingConfig(), max_new_tokens=new_tokens, stop=stop))
+        answer = Continuation(tokenizer, context, SamplingConfig(), max_new_tokens=new_tokens, stop=document["stop"])
+        answers.append(answer)
     continue_all(model, answers, BATCH_SIZE, lambda ended: log(f"{ended:,} of {len(answers):,} texts"))
     judge = _run_programs if name in CODE else _compare_numbers
     verdicts = judge(documents, [answer.text for answer in answers])
     results = [
-        {"doc_id": document["doc_id"], "text": one.text, "tokens": len(one.ids), "ended_by": one.ended_by, **verdict}
-        for document, one, verdict in zip(documents, answers, verdicts, strict=True)
+        {"doc_id": document["doc_id"], "text": answer.text, "tokens": len(answer.ids), "ended_by": answer.ended_by}
+        | verdict
+        for document, answer, verdict in zip(documents, answers, verdicts, strict=True)
     ]
-    metric = TASKS[name].metric
-    value = mean_value([result["score"] for result in results])
+    metric, value = TASKS[name].metric, mean_value([result["score"] for result in results])
     return TaskResult(metric=metric, metrics={metric: value}, documents=results, cut=num_cut)
 
 
@@ -88,18 +86,18 @@ def final_number(text: str) -> Decimal | None:
 
 
 def _compare_numbers(documents: Sequence[dict[str, Any]], texts: Sequence[str]) -> list[dict[str, Any]]:
-    """Return verdicts: a text is right if its last number equals the last number of the answer (18.00 equals 18)."""
+    """Return a verdict on each text, which is right if its last number equals the answer's (18.00 equals 18)."""
     verdicts = []
     for document, text in zip(documents, texts, strict=True):
         number = final_number(text)
         is_right = number is not None and number == final_number(document["answer"])
-        found = None if number is None else str(number)
-        verdicts.append({"score": float(is_right), "answer": found, "expected": document["answer"]})
+        answer = None if number is None else str(number)
+        verdicts.append({"score": float(is_right), "answer": answer, "expected": document["answer"]})
     return verdicts
 
 
 def program(document: dict[str, Any], text: str) -> Program:
-    """Join the code that the prompt ends with (`head`) and the model's text to a program, with the document's tests."""
+    """Return a program, made of the prompt's code (`head`) and the model's text, with the document's tests."""
     return Program(f"{document['head']}{text}\n", document["tests"])
 
 

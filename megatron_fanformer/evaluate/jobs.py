@@ -1,4 +1,4 @@
-"""The checkpoints of one evaluation: finds and checks all of them without reading weights, then scores one by one."""
+"""Evaluates several checkpoints: finds and checks all without reading weights, then scores one after the other."""
 
 import math
 from collections.abc import Iterator
@@ -43,14 +43,14 @@ class EvaluationJob:
 
 @dataclass(frozen=True, kw_only=True)
 class Jobs:
-    """All jobs of a command."""
+    """The jobs of a command, and what all of them share."""
 
     jobs: list[EvaluationJob]
     """One job per checkpoint, in the order of the checkpoints."""
     texts: dict[str, list[dict[str, Any]]]
     """The documents of generation tasks, by the task's name."""
     requests: str | None
-    """SHA-256 of the request file; None if there is none."""
+    """SHA-256 of the request file; None if no task was requested."""
 
 
 # -- before weights are read
@@ -61,7 +61,7 @@ def find_jobs(request: EvaluationRequest) -> Jobs:
 
     Raises:
         InputError: a model does not fit the layout, the tokenizer of the requests or the vocabulary of a set; or a task
-            is missing in the request file, is not allowed to run programs, or leaves no room for prompts. The message
+            is missing in the request file, runs programs without permission, or leaves no room for prompts. The message
             has all problems, one line each.
         CorruptError: a checkpoint's configuration, the request file or token files are damaged.
     """
@@ -90,16 +90,16 @@ def find_jobs(request: EvaluationRequest) -> Jobs:
             f"{', '.join(texts)}: a model writes its answers in one process; leave these tasks out, or run in one "
             "process (without --layout and torchrun)"
         )
-    surveys: dict[Any, EvaluationSurvey | None] = {}  # checkpoints of one run share a survey
+    surveys: dict[Any, EvaluationSurvey | None] = {}  # by all that a survey depends on; checkpoints of a run share it
     for job in jobs:
         source, config, tokenizer = job.source, job.source.config, job.tokenizer
         key = (config.seq_length, config.vocab_size, source.end_of_text_id, job.tokenizer_sha256)
         if key not in surveys:
-            if texts and file is not None and tokenizer is not None:  # the checks of generation tasks
+            if texts and file is not None and tokenizer is not None:  # generation tasks, which need both
                 encoder = load_tokenizer(tokenizer, eod_id=source.end_of_text_id)
                 collect_problems(problems, partial(source.refuse_larger, encoder))
                 problems += generation_tasks.text_problems(list(texts), options, config.seq_length)
-                if evaluation.requests is None:  # otherwise the survey checks the tokenizer
+                if evaluation.requests is None:  # with choice tasks, `survey_evaluation` checks the tokenizer
                     collect_problems(problems, partial(file.refuse_other_tokenizer, tokenizer_file(tokenizer)))
             find_survey = partial(
                 survey_evaluation,
@@ -111,14 +111,14 @@ def find_jobs(request: EvaluationRequest) -> Jobs:
                 end_of_text_id=source.end_of_text_id,
             )
             surveys[key] = collect_problems(problems, find_survey)
-        job.survey = surveys[key] or job.survey  # None: it has problems, which are raised below
+        job.survey = surveys[key] or job.survey  # None: `problems` has the reasons
     if problems:
-        raise InputError("\n".join(dict.fromkeys(problems)))  # checkpoints of a run have the same problems
+        raise InputError("\n".join(dict.fromkeys(problems)))  # each once: checkpoints of a run have the same problems
     return Jobs(jobs=jobs, texts=texts, requests=file.sha256 if file else None)
 
 
 def _request_file(request: EvaluationRequest, jobs: list[EvaluationJob]) -> RequestFile | None:
-    """Return the request file: that of --requests, or one for --tasks, cached or prepared now; None without both.
+    """Return the file of --requests, or else a file prepared for --tasks now or earlier; None without either option.
 
     Prepared requests need one tokenizer and one end of text for all checkpoints. The end of text is that of --eod-id,
     else the one stated next to the weights, else the tokenizer's.
@@ -129,14 +129,15 @@ def _request_file(request: EvaluationRequest, jobs: list[EvaluationJob]) -> Requ
     if not options.tasks:
         return None
     stated = {(job.tokenizer_sha256, job.source.end_of_text_id): job.tokenizer for job in jobs if job.tokenizer}
-    resolved = {(sha256, load_tokenizer(path, eod_id=end).eod_id): path for (sha256, end), path in stated.items()}
-    if len(resolved) > 1:
-        descriptions = ", ".join(f"{path} with end of text {eod_id}" for (_, eod_id), path in resolved.items())
+    # The end of text may be stated for one checkpoint and be the tokenizer's for another, and still be the same.
+    tokenizers = {(sha256, load_tokenizer(path, eod_id=end).eod_id): path for (sha256, end), path in stated.items()}
+    if len(tokenizers) > 1:
+        descriptions = ", ".join(f"{path} with end of text {eod_id}" for (_, eod_id), path in tokenizers.items())
         raise InputError(
-            f"the checkpoints have {len(resolved)} tokenizers ({descriptions}), but requests are made with one; "
+            f"the checkpoints have {len(tokenizers)} tokenizers ({descriptions}), but requests are made with one; "
             "evaluate the checkpoints of each tokenizer by themselves"
         )
-    (((_, eod_id), tokenizer),) = resolved.items()  # the only item
+    (((_, eod_id), tokenizer),) = tokenizers.items()  # the only item
     length = options.context_length or CONTEXT_LENGTH
     return prepare_requests(
         None, tasks=options.tasks, tokenizer=tokenizer, eod_id=eod_id, context_length=length, limit=options.limit
@@ -147,20 +148,19 @@ def _request_file(request: EvaluationRequest, jobs: list[EvaluationJob]) -> Requ
 
 
 def evaluate_jobs(request: EvaluationRequest, jobs: Jobs, grid: RankGrid, *, log: Report) -> Iterator[Result]:
-    """Score one checkpoint after the other, and yield its result on every rank; each step is a collective call.
+    """Score one checkpoint after the other, and yield each result on every rank; taking one is a collective call.
 
     Args:
-        log: called with the name of every phase when it begins.
+        log: called with the name of each phase when the phase begins.
 
     Raises:
         CorruptError: a checkpoint's weights or token files are damaged.
         DivergenceError: a model's numbers are not finite.
     """
-    options, set_config = request.options, request.evaluation.perplexity
-    batch_tokens = options.batch_tokens
+    options, layout, set_config = request.options, request.layout, request.evaluation.perplexity
     versions = {name: version(name) for name in ("torch", "megatron-core", "numpy")}
     seed_everything(0)  # megatron-core cannot build layers on a GPU before its random states are seeded
-    built: tuple[Any, ...] = ()  # the configuration and the type of the stages
+    built: tuple[Any, ...] = ()  # the configuration and the type with which `stages` were built
     stages: list[Any] = []
     for job in jobs.jobs:
         source, path = job.source, job.source.path
@@ -170,16 +170,15 @@ def evaluate_jobs(request: EvaluationRequest, jobs: Jobs, grid: RankGrid, *, log
         if built != (source.config, dtype):  # checkpoints of one model share the stages
             stages.clear()  # frees their memory before the next stages are built
             built = (source.config, dtype)
-            parallel, kernels = request.layout.parallel, request.layout.kernels
-            stages = build_stages(source.config, parallel, grid, dtype=dtype, seed=None, kernels=kernels)
+            stages = build_stages(source.config, layout.parallel, grid, dtype=dtype, seed=None, kernels=layout.kernels)
         source.read_weights(stages, grid)
         if job.survey.sets:
             log(f"{path}: perplexity")
-        set_results = perplexity_of_sets(stages, job.survey.sets, grid, batch_tokens=batch_tokens)
+        set_results = perplexity_of_sets(stages, job.survey.sets, grid, batch_tokens=options.batch_tokens)
         _refuse_not_finite(set_results)
         if job.survey.tasks:
             log(f"{path}: tasks")
-        scores = scores_of_tasks(stages, job.survey.tasks, grid, batch_tokens=batch_tokens, every_metric=True)
+        scores = scores_of_tasks(stages, job.survey.tasks, grid, batch_tokens=options.batch_tokens, every_metric=True)
         tasks = {name: choice_result(task, scores[name]) for name, task in job.survey.tasks.items()}
         if jobs.texts:
             assert job.tokenizer is not None  # find_jobs requires one for tasks
@@ -196,7 +195,7 @@ def evaluate_jobs(request: EvaluationRequest, jobs: Jobs, grid: RankGrid, *, log
             settings=Settings(
                 chunk_tokens=set_config.chunk_tokens or source.config.seq_length,
                 limit_tokens=set_config.limit_tokens,
-                batch_tokens=batch_tokens,
+                batch_tokens=options.batch_tokens,
                 dtype=str(dtype).removeprefix("torch."),
                 max_new_tokens=options.max_new_tokens,
             ),
@@ -208,7 +207,7 @@ def evaluate_jobs(request: EvaluationRequest, jobs: Jobs, grid: RankGrid, *, log
 
 
 def _refuse_not_finite(results: dict[str, SetResult]) -> None:
-    for name, result in results.items():  # equal on all ranks: all of them raise, or none
+    for name, result in results.items():  # the same on all ranks, so that all ranks raise, or none
         if not math.isfinite(result.loss):
             raise DivergenceError(
                 f"set {name}: the loss is {result.loss}; the model diverged: evaluate an earlier checkpoint"

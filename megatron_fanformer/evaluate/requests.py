@@ -1,8 +1,8 @@
 """The request file: the requests of tasks as token ids, with everything else that scoring needs.
 
-It is written once, where the tasks' data are (`evaluate --prepare`), and read wherever a model is scored: neither the
-data nor their library are needed there. It is a safetensors file that holds the arrays of a task as `TASK/ids` and so
-on; its metadata hold the rest as JSON, and a SHA-256 of arrays and JSON.
+It is written once, where the tasks' data are (`evaluate --prepare`), and read wherever a model is scored, which needs
+neither the data nor their library. It is a safetensors file: the arrays of a task are tensors named `TASK/ids` and so
+on, and the metadata hold everything else as JSON, with a SHA-256 of the arrays and the JSON.
 """
 
 import hashlib
@@ -23,8 +23,8 @@ from megatron_fanformer.errors import CorruptError, InputError
 
 FORMAT, VERSION = "megatron-fanformer requests", 2
 LENGTHS = ("characters", "characters_no_space", "bytes", "bytes_no_space")
-"""Lengths of a continuation's text; `no_space` leaves out its first character, a space in nearly all tasks."""
-ARRAYS = {
+"""Lengths of a continuation's text; `no_space`: without the first character, which is a space in nearly all tasks."""
+ARRAYS = {  # fields of TaskRequests, with their types in the file
     "documents": np.int32,
     "choices": np.int32,
     "labels": np.int32,
@@ -36,7 +36,7 @@ ARRAYS = {
 PER_REQUEST = tuple(name for name in ARRAYS if name not in ("ids", "offsets"))
 """The arrays with one element per request."""
 UNCONDITIONAL = ("ids", "offsets", "cut_tokens")
-"""The arrays in which a task's unconditional requests differ from the conditional ones."""
+"""The arrays in which a task's unconditional requests differ from its ordinary ones."""
 AGAIN = "write it again with `evaluate --prepare`"
 
 
@@ -62,13 +62,13 @@ class TaskRequests:
     offsets: np.ndarray
     """[n + 1] int64: request i is ids[offsets[i]:offsets[i + 1]]."""
     continuation_tokens: np.ndarray
-    """[n] int32: the number of a request's last ids that are its continuation."""
+    """[n] int32: the number of tokens in the continuation, which are the request's last ids."""
     cut_tokens: np.ndarray
     """[n] int32: tokens cut from the beginning of a request's context to fit the context length."""
     lengths: dict[str, np.ndarray]
-    """[n] int32 each, lengths of the continuation's text, by the names in LENGTHS."""
+    """For each name in LENGTHS, [n] int32: the length of the continuation's text."""
     unconditional: "TaskRequests | None" = None
-    """The same continuations after the task's neutral contexts, for `pmi`."""
+    """For the metric `pmi`: requests with the same continuations after the task's neutral contexts."""
 
     @property
     def cut(self) -> int:
@@ -91,10 +91,10 @@ class RequestFile:
     context_length: int
     """The most tokens in a model's input."""
     versions: dict[str, str]
-    """Versions of the packages that made it."""
+    """Versions of the packages that made the file, by the package's name."""
     tasks: dict[str, TaskRequests]
     texts: dict[str, list[dict[str, Any]]]
-    """The documents of generation tasks, stored as text."""
+    """The documents of generation tasks, by the task's name; they are stored as text, not as ids."""
 
     def select(self, names: Sequence[str], *, limit: int | None = None) -> dict[str, TaskRequests]:
         """Return the first `limit` documents of the named choice tasks; raise InputError if a task is missing."""
@@ -106,7 +106,7 @@ class RequestFile:
         return {name: first_documents(self.tasks[name], limit) for name in names}
 
     def refuse_other_tokenizer(self, tokenizer: Path) -> None:
-        """Raise InputError if the ids were not made with this tokenizer's file."""
+        """Raise InputError if the requests were made with another tokenizer than that in this file."""
         if (other := sha256_of(tokenizer)) != self.tokenizer_sha256:
             raise InputError(
                 f"the requests in {self.path} were made with another tokenizer (SHA-256 {self.tokenizer_sha256[:12]}…) "
@@ -125,9 +125,9 @@ def make_requests(
     """Return the requests of a task, none of them cut.
 
     Args:
-        places: the numbers of document, choice and right choice, for each request.
-        contexts: the ids of contexts, at least one each: an empty context is the end of text.
-        texts: the continuations as text, with and without the leading space.
+        places: for each request, the numbers of its document, its choice and the document's right choice.
+        contexts: the ids of each request's context, at least one: an empty context is the end of text.
+        texts: each continuation as text, with and without the leading space.
     """
     lengths = [(len(text), len(bare), len(text.encode()), len(bare.encode())) for text, bare in texts]
     documents, choices, labels = np.array(places, np.int32).T
@@ -145,7 +145,7 @@ def make_requests(
 
 
 def join_ids(contexts: Sequence[list[int]], continuations: Sequence[list[int]]) -> dict[str, Any]:
-    """Return the arrays `ids` and `offsets` of `TaskRequests`, by these names."""
+    """Return the fields `ids` and `offsets` of `TaskRequests`: each context is joined with its continuation."""
     pairs = list(zip(contexts, continuations, strict=True))
     lengths = [len(context) + len(continuation) for context, continuation in pairs]
     ids = chain.from_iterable(chain.from_iterable(pairs))
@@ -154,10 +154,10 @@ def join_ids(contexts: Sequence[list[int]], continuations: Sequence[list[int]]) 
 
 def first_documents(requests: TaskRequests, limit: int | None) -> TaskRequests:
     """Return the requests of a task's first `limit` documents; None: all."""
-    numbers = np.unique(requests.documents)
-    if limit is None or limit >= len(numbers):
+    document_numbers = np.unique(requests.documents)
+    if limit is None or limit >= len(document_numbers):
         return requests
-    count = int(np.searchsorted(requests.documents, numbers[limit]))  # requests of the first `limit` documents
+    count = int(np.searchsorted(requests.documents, document_numbers[limit]))  # of requests to return
     return replace(
         requests,
         **{name: getattr(requests, name)[:count] for name in PER_REQUEST},
@@ -174,7 +174,7 @@ def cut_to_context(requests: TaskRequests, context_length: int, *, limit: str = 
     Contexts lose their beginning, as in ai2-olmo-eval; `cut_tokens` also counts tokens that were cut before this call.
 
     Args:
-        limit: the name of the length in an error.
+        limit: what `context_length` is called in an error.
 
     Raises:
         InputError: a continuation alone is longer than the context length.
@@ -233,13 +233,12 @@ class _Content(msgspec.Struct, kw_only=True):
     tokenizer_sha256: str
     context_length: int
     versions: dict[str, str]
-    tasks: dict[str, str]
-    """Each task with its metric."""
-    texts: list[str]
+    tasks: dict[str, str]  # the default metrics of choice tasks, by the task's name
+    texts: list[str]  # the names of generation tasks
 
 
 def _arrays(task: TaskRequests) -> dict[str, np.ndarray]:
-    """Return a task's arrays by their names in the file; of its unconditional requests those of UNCONDITIONAL."""
+    """Return a task's arrays, and those of UNCONDITIONAL for its unconditional requests, by their names in the file."""
     arrays = {name: getattr(task, name).astype(kind) for name, kind in ARRAYS.items()}
     arrays |= {name: task.lengths[name].astype(np.int32) for name in LENGTHS}
     if neutral := task.unconditional:
@@ -265,12 +264,12 @@ def read_requests(path: Path) -> RequestFile:
     try:
         with safetensors.safe_open(regular_file(path), framework="numpy") as stream:
             metadata = stream.metadata() or {}
-            names = stream.keys() if FORMAT in metadata else []  # another program's may have types that NumPy lacks
+            names = stream.keys() if FORMAT in metadata else []  # another program's file may have types NumPy lacks
             arrays = {name: stream.get_tensor(name) for name in names}
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror or error}); name a request file") from None
     except (safetensors.SafetensorError, ValueError, TypeError) as error:
-        raise CorruptError(f"{path} is not a whole request file ({error}); {AGAIN}, or copy it again") from None
+        raise CorruptError(f"{path} is not a complete request file ({error}); {AGAIN}, or copy it again") from None
     if FORMAT not in metadata:
         raise InputError(f"{path} is not a request file; {AGAIN}")
     sha256, _, text = metadata[FORMAT].partition(" ")

@@ -1,4 +1,4 @@
-"""Results of an evaluation: writes and reads their file, and prints their table. docs/evaluation.md has the keys."""
+"""The results of an evaluation: their file (docs/evaluation.md explains its keys) and their table."""
 
 import math
 import os
@@ -14,8 +14,8 @@ from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.terminal import table
 
 LOWER_IS_BETTER = ("bpb", "bpb_with_space", "ce_loss")
-"""The metrics that are not shares of documents, but bits a byte or nats a character."""
-MOST_BYTES = 1 << 30  # the paper's tasks whole are some 10 MB a checkpoint
+"""The metrics that are bits per byte or nats per character; all others are shares of documents or F1."""
+MOST_BYTES = 1 << 30  # all documents of the paper's tasks take about 10 MB per checkpoint
 
 
 class MetricValue(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,8 +33,8 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
     """The task's default metric: the one to report and compare."""
     metrics: dict[str, MetricValue]
     documents: list[dict[str, Any]]
-    """Documents in the task's order. The metric is the sum of all `score` divided by the sum of all `weight`; except
-    for F1 each `weight` is 1. `lengths` are the divisors of the log-probabilities."""
+    """Documents in the task's order. The metric is the sum of all `score` divided by the sum of all `weight`; every
+    `weight` is 1, except for F1. `lengths` are the numbers by which log-probabilities are divided."""
     cut: int = 0
     """The number of requests or prompts whose beginning was cut to fit the model's context."""
 
@@ -56,7 +56,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     chunk_tokens: int
     batch_tokens: int
     dtype: str
-    """Number format in which the weights were run."""
+    """Number format of the weights in the forward passes."""
     limit_tokens: int | None = None
     max_new_tokens: int | None = None
 
@@ -76,7 +76,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     tasks: dict[str, TaskResult] = {}
     perplexity: dict[str, SetResult] = {}
     groups: dict[str, float | None] = {}
-    """The mean perplexity of each group whose sets are all there; None if it overflows a float."""
+    """The mean perplexity of each group of which all sets were measured; None if it overflows a float."""
 
 
 def mean_value(numerators: Sequence[float], denominators: Sequence[float] | None = None) -> MetricValue:
@@ -102,11 +102,9 @@ def write_results(path: Path, content: Any) -> None:
 
 
 def read_result(path: Path) -> Result:
-    """Return the only result in a file.
+    """Return the result in a file that holds exactly one.
 
-    Raises:
-        InputError: the file cannot be opened, or holds anything but one result.
-        CorruptError: the file is not valid JSON.
+    Raises InputError if the file cannot be opened or holds anything else, and CorruptError if it is not valid JSON.
     """
     try:
         return msgspec.convert(msgspec.json.decode(regular_file(path, most_bytes=MOST_BYTES).read_bytes()), Result)
@@ -124,22 +122,22 @@ def read_result(path: Path) -> Result:
 
 
 def is_share(metric: str | None) -> bool:
-    """Return whether a metric is a share of documents, or F1: in [0, 1], and higher is better."""
+    """Return whether a metric is a share of documents or F1, which lie in [0, 1]; None is a mean of such metrics."""
     return metric not in LOWER_IS_BETTER
 
 
 def figure(metric: str | None, value: float, *, sign: str = "") -> str:
-    """Format a metric's value, or a difference of two values: shares in percent.
+    """Format a metric's value, or a difference of two values; shares in percent.
 
     Args:
-        sign: "+" to print the sign of positive values, too.
+        sign: "+" to show the sign of positive values, too.
     """
     scale, digits = (100, 2) if is_share(metric) else (1, 4)
     return f"{scale * value:{sign}.{digits}f}"
 
 
 def result_lines(results: Sequence[Result]) -> Iterator[str]:
-    """Yield the lines of a table: a column for each checkpoint, rows for tasks (their default metric) and for sets."""
+    """Yield the lines of a table: a column for each checkpoint, a row for each task (in its default metric) and set."""
     paths = [os.path.abspath(result.checkpoint) for result in results]
     common = os.path.commonpath(paths) if len(paths) > 1 else os.path.dirname(paths[0])
     columns = [_column(result) for result in results]
@@ -150,7 +148,7 @@ def result_lines(results: Sequence[Result]) -> Iterator[str]:
 
 
 def _column(result: Result) -> dict[tuple[str, str], str]:
-    """Return the cells of a checkpoint by name (of a task, a set or a mean) and metric."""
+    """Return a checkpoint's cells by their two labels: the name of a task, a set or a mean, and the metric."""
     cells = {}
     for name, task in result.tasks.items():
         measured = task.metrics[task.metric]
@@ -159,13 +157,13 @@ def _column(result: Result) -> dict[tuple[str, str], str]:
     shares = [task.metrics[task.metric].value for task in result.tasks.values() if is_share(task.metric)]
     if len(shares) > 1:
         cells["mean of tasks", ""] = f"{100 * sum(shares) / len(shares):.2f}"
-    for name, of_set in result.perplexity.items():
-        cells[name, "loss"] = f"{of_set.loss:.4f}"
-        cells[name, "perplexity"] = _perplexity(of_set.perplexity)
-        if of_set.bits_per_byte is not None:
-            cells[name, "bits/byte"] = f"{of_set.bits_per_byte:.4f}"
-    return cells | {(group, "mean perplexity"): _perplexity(mean) for group, mean in result.groups.items()}
+    for name, set_result in result.perplexity.items():
+        cells[name, "loss"] = f"{set_result.loss:.4f}"
+        cells[name, "perplexity"] = _format_perplexity(set_result.perplexity)
+        if set_result.bits_per_byte is not None:
+            cells[name, "bits/byte"] = f"{set_result.bits_per_byte:.4f}"
+    return cells | {(group, "mean perplexity"): _format_perplexity(mean) for group, mean in result.groups.items()}
 
 
-def _perplexity(value: float | None) -> str:
+def _format_perplexity(value: float | None) -> str:
     return "∞" if value is None or math.isinf(value) else f"{value:,.2f}"

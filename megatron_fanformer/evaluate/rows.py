@@ -1,7 +1,7 @@
-"""Sums of losses by row, in any layout, for every kind of evaluation; rows of different lengths are batched by length.
+"""Computes the sum of losses of each row, in any layout, for every kind of evaluation; rows are batched by length.
 
 All replicas take the same number of batches of the same shapes; the last batch may have empty rows. So no replica waits
-for another, and all can be stopped at the same point.
+for another, and all can stop after the same batch.
 
 Shapes: m micro batches, b rows of a micro batch, s sequence.
 """
@@ -24,29 +24,24 @@ from megatron_fanformer.runtime.device import return_freed_memory
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.runtime.pipeline import Batches, run_schedule
 
-MICRO_BATCHES_PER_STAGE = 4  # in one pass of a pipeline: with them, two stages idle a ninth of the time
-# The number of padded lengths between a power of two and the next: an eighth of a row is padding at most. Lengths are
-# few, since attention on a GPU is planned anew for every shape.
+MICRO_BATCHES_PER_STAGE = 4  # in a forward pass; two pipeline stages then idle a ninth of the time
+# The number of padded lengths between a power of two and the next: at most an eighth of a row is padding. More lengths
+# would need less padding, but attention on a GPU is planned anew for every shape.
 LENGTHS_PER_OCTAVE = 8
-TRIM_INTERVAL = 8  # batches, after which the freed memory of tensors of other lengths is returned
-EMPTY = -1  # stands for the number of a row that a batch lacks
+TRIM_INTERVAL = 8  # batches, after which the memory freed by tensors of other lengths is returned to the system
+EMPTY = -1  # in place of a row's number, where a batch has fewer rows than its shape
 
 ReadRow = Callable[[int], np.ndarray]
 
 
 @torch.no_grad()
 def row_losses(
-    stages: list[Any],
-    batches: Batches,
-    grid: RankGrid,
-    *,
-    num_micro_batches: int,
-    micro_batch_size: int,
+    stages: list[Any], batches: Batches, grid: RankGrid, *, num_micro_batches: int, micro_batch_size: int
 ) -> Tensor:
     """Return the losses of the next micro batches, summed by row over the loss mask; a collective call of one replica.
 
     Args:
-        stages: the chunks of this rank's stage, in megatron-core's data parallelism or without; `evaluating` is on.
+        stages: the chunks of this rank's stage, within `evaluating`; megatron-core's data parallelism may wrap them.
         batches: this replica's micro batches, [b, s] each of `data.batches.BATCH_FIELDS`, on the CPU, where s is a
             multiple of `length_multiple`.
         num_micro_batches: a multiple of `micro_batch_multiple`.
@@ -71,12 +66,12 @@ def row_losses(
 
 
 def micro_batch_multiple(stages: list[Any], grid: RankGrid) -> int:
-    """Return what the number of micro batches must be a multiple of: interleaved, one per stage is taken at a time."""
-    return grid.groups.pp.size() if len(stages) > 1 else 1  # several chunks of a stage: interleaved
+    """Return the divisor of the number of micro batches: an interleaved schedule takes one per stage at a time."""
+    return grid.groups.pp.size() if len(stages) > 1 else 1  # a rank has several chunks only if it interleaves them
 
 
 def length_multiple(stages: list[Any], grid: RankGrid) -> int:
-    """Return what a row's length must be a multiple of: ranks get equal parts of it; with FP8, of an aligned size."""
+    """Return the divisor of padded lengths: ranks get equal parts of a row, and with FP8 parts of an aligned size."""
     config, context = stages[0].config, grid.context_parallel_size
     multiple = context * (grid.groups.tp.size() if config.sequence_parallel else 1)  # the number of parts
     if config.fp8:
@@ -108,7 +103,7 @@ def evaluating(stages: list[Any]) -> Iterator[None]:
 
 
 def _fp8_histories(stage: Any) -> Iterator[Any]:
-    """Yield the recorded largest values of Transformer Engine's layers: [steps, tensors], beginning with the newest."""
+    """Yield the largest values that Transformer Engine's layers recorded: [steps, tensors], the newest step first."""
     for layer in stage.modules():
         for state in getattr(layer, "fp8_meta", {}).values():
             if hasattr(state, "amax_history"):
@@ -135,12 +130,12 @@ def losses_of_rows(
     """Return the sum of the losses of each row's last ids, in nats; a collective call.
 
     Args:
-        stages: the chunks of this rank's stage, in megatron-core's data parallelism or without.
+        stages: the chunks of this rank's stage; megatron-core's data parallelism may wrap them.
         lengths: [n] the number of ids in each row, at least 2. The model's input is all ids but the last.
         read: returns the ids of a row, [length of the row], by the row's number.
-        batch_tokens: about how many tokens a micro batch has; it has one row at least.
+        batch_tokens: about how many tokens a micro batch has; at least one row.
         scored: [n] the number of last ids in each row whose losses are summed; None: all ids but the first.
-        shall_stop: called before each batch, equally often on every rank; it must return the same on all ranks.
+        shall_stop: called before each batch, equally often on every rank; must return the same on all ranks.
 
     Returns:
         [n] float64, in the rows' order, the same on every rank.
@@ -183,12 +178,12 @@ class RowBatch:
     """The rows that all replicas take in one batch."""
 
     rows: np.ndarray
-    """[replicas, m, b]: the numbers of the rows; EMPTY where rows are lacking, at the end."""
+    """[replicas, m, b]: the numbers of the rows; EMPTY at the end of a batch that has fewer rows."""
     seq_length: int
 
 
 def batches_of_rows(lengths: np.ndarray, stages: list[Any], grid: RankGrid, batch_tokens: int) -> Iterator[RowBatch]:
-    """Yield all rows in batches of similar lengths, beginning with the longest: a lack of memory then shows at once."""
+    """Yield all rows in batches of similar lengths, the longest first, so that a lack of memory shows at once."""
     pipeline_stages, replicas = grid.groups.pp.size(), grid.data_parallel_size
     most_micro_batches = MICRO_BATCHES_PER_STAGE * pipeline_stages if pipeline_stages > 1 else 1
     micro_batch_unit, length_unit = micro_batch_multiple(stages, grid), length_multiple(stages, grid)
@@ -201,12 +196,12 @@ def batches_of_rows(lengths: np.ndarray, stages: list[Any], grid: RankGrid, batc
         taken, remaining = np.split(remaining, [min(replicas * m * b, len(remaining))])
         rows = np.full(m * b * replicas, EMPTY)
         rows[: len(taken)] = taken
-        by_replica = rows.reshape(m * b, replicas).T  # dealt out in turn: all replicas get similar lengths
+        by_replica = rows.reshape(m * b, replicas).T  # every replica gets each replicas-th row: similar lengths
         yield RowBatch(rows=by_replica.reshape(replicas, m, b), seq_length=seq_length)
 
 
 def padded_length(length: int, unit: int) -> int:
-    """Return the length to which rows of up to `length` tokens are padded: one of few multiples of `unit`."""
+    """Return the length to which rows of up to `length` tokens are padded: one of a few multiples of `unit`."""
     octave = 1 << (length.bit_length() - 1)  # the largest power of two up to `length`
     return _round_up(length, math.lcm(unit, max(8, octave // LENGTHS_PER_OCTAVE)))  # in steps of 8 tokens or more
 

@@ -1,4 +1,4 @@
-"""Scores of tasks and losses of perplexity sets, in any layout, and the metrics that follow from them.
+"""Computes the scores of tasks and the losses of perplexity sets, in any layout, and their metrics.
 
 A request, or a chunk of a set, is a row of an ordinary forward pass, with a mask on the scored tokens. Every metric of
 a task is a quotient of two sums over documents, M = Σ a / Σ b; if the metric is a mean, b is 1.
@@ -24,7 +24,7 @@ from megatron_fanformer.evaluate.tasks import OF_ONE_ANSWER
 from megatron_fanformer.runtime.parallel import RankGrid
 
 PMI = "pmi"
-"""The metric that needs log-probabilities after a task's neutral contexts."""
+"""The metric that also needs the log-probabilities after a task's neutral contexts."""
 
 DIVISORS = {
     "len_norm": "characters_no_space",
@@ -33,19 +33,19 @@ DIVISORS = {
     "bpb_with_space": "bytes",
     "ce_loss": "characters_no_space",
 }
-"""The length of the continuation by which a metric divides; the other metrics divide by tokens, or do not divide."""
+"""Which length of the continuation a metric divides by; other metrics divide by its tokens, or not at all."""
 
 POSITIVE = 0
-"""The number of F1's positive choice: the task mrpc has "yes" first."""
+"""The number of the choice that F1 counts as positive: in mrpc, the first choice is "yes"."""
 
 
 class TaskScores(NamedTuple):
     """Log-probabilities of a task's continuations, in nats."""
 
     conditional: np.ndarray
-    """[requests]: after the requests' contexts."""
+    """[requests]: after the requests' own contexts."""
     unconditional: np.ndarray | None = None
-    """[requests]: after the task's neutral contexts; None if they were not scored, or the task has none."""
+    """[requests]: after the task's neutral contexts; None if the task has none, or its metric does not need them."""
 
 
 def scores_of_tasks(
@@ -61,20 +61,20 @@ def scores_of_tasks(
 
     Args:
         batch_tokens: about how many tokens a micro batch has.
-        every_metric: score after neutral contexts in all tasks that have them; False: only where the task's default
-            metric needs it.
-        shall_stop: called before each batch; if it returns true, Stopped is raised.
+        every_metric: also score after the neutral contexts of all tasks that have them; False: only of tasks whose
+            default metric needs these scores.
+        shall_stop: called before each batch; if it returns true, raise Stopped.
     """
-    neutral = {
+    neutral_tasks = {
         name: task.unconditional
         for name, task in tasks.items()
         if task.unconditional is not None and (every_metric or task.metric == PMI)
     }
-    both = [*tasks.values(), *neutral.values()]
-    scores = log_probabilities(stages, both, grid, batch_tokens=batch_tokens, shall_stop=shall_stop)
-    unconditional = dict(zip(neutral, scores[len(tasks) :], strict=True))
-    conditional = zip(tasks, scores[: len(tasks)], strict=True)
-    return {name: TaskScores(values, unconditional.get(name)) for name, values in conditional}
+    all_tasks = [*tasks.values(), *neutral_tasks.values()]
+    scores = log_probabilities(stages, all_tasks, grid, batch_tokens=batch_tokens, shall_stop=shall_stop)
+    conditional = dict(zip(tasks, scores[: len(tasks)], strict=True))
+    unconditional = dict(zip(neutral_tasks, scores[len(tasks) :], strict=True))
+    return {name: TaskScores(conditional[name], unconditional.get(name)) for name in tasks}
 
 
 def log_probabilities(
@@ -92,8 +92,8 @@ def log_probabilities(
     Returns:
         An array for each task: [requests] float64, in the task's order, the same on every rank.
     """
-    row_numbers: dict[tuple[bytes, int], int] = {}  # by a row's ids and scored tokens, in the order of `rows`
-    rows: list[np.ndarray] = []
+    rows: list[np.ndarray] = []  # the ids of requests that differ
+    row_numbers: dict[tuple[bytes, int], int] = {}  # by ids and number of scored tokens, in the order of `rows`
     rows_by_task = []
     for task in tasks:
         task_rows = []
@@ -122,32 +122,30 @@ def log_probabilities(
 def task_metrics(requests: TaskRequests, scores: TaskScores) -> dict[str, MetricValue]:
     """Return every metric that applies to a task, by the metric's name.
 
-    Five metrics are the share of documents whose right choice has the highest score (among equal scores the first
-    choice counts). They differ in the score:
+    Five metrics are the share of documents in which the right choice has the highest score; in a tie, the first choice
+    wins. They differ in the score:
 
     - `acc`: log P, the log-probability of the choice after the context;
     - `len_norm`: log P divided by characters, without the leading space, as in the paper;
     - `len_norm_with_space`: log P divided by all characters, as in OLMES and ai2-olmo-eval 0.9.0;
     - `per_token`: log P divided by tokens;
-    - `pmi`: log P less the log-probability after the task's neutral context.
+    - `pmi`: log P minus the log-probability after the task's neutral context.
 
-    `f1`, if it is the task's default metric, takes the predictions of `acc`, and the first choice (yes) as positive.
-    Three metrics are means over the right choices: `bpb` and `bpb_with_space`, bits per byte without and with the
-    leading space, and `ce_loss`, nats per character without it. Tasks with one choice have only these three.
+    `f1`, computed only if it is the task's default metric, takes the predictions of `acc`; the first choice (yes) is
+    positive. Three metrics are means over the right choices: `bpb` and `bpb_with_space` (bits per byte without and with
+    the leading space) and `ce_loss` (nats per character without it). Tasks with one choice have only these three.
 
-    Raises:
-        DivergenceError: a log-probability is not finite.
+    Raises DivergenceError if a log-probability is not finite.
     """
     return {name: mean_value(*columns.T) for name, columns in document_sums(requests, scores).items()}
 
 
 def document_sums(requests: TaskRequests, scores: TaskScores) -> dict[str, np.ndarray]:
-    """Return, for each metric, [documents, 2] float64: what each document adds to the numerator and the denominator.
+    """Return, for each metric, [documents, 2] float64: each document's terms of the numerator and the denominator.
 
     To bootstrap a metric, resample the rows and divide their sums.
 
-    Raises:
-        DivergenceError: a log-probability is not finite.
+    Raises DivergenceError if a log-probability is not finite.
     """
     for values in scores:
         if values is not None and (bad := np.count_nonzero(~np.isfinite(values))):
@@ -157,8 +155,7 @@ def document_sums(requests: TaskRequests, scores: TaskScores) -> dict[str, np.nd
             )
     is_right_choice = requests.labels == requests.choices
     sums: dict[str, np.ndarray] = {}
-    has_choices = requests.metric not in OF_ONE_ANSWER or requests.choices.any()
-    if has_choices:
+    if requests.metric not in OF_ONE_ANSWER or requests.choices.any():  # the task has choices to compare
         choice_scores = {
             "acc": scores.conditional,
             "len_norm": _divided(scores.conditional, requests.lengths[DIVISORS["len_norm"]]),
@@ -183,26 +180,26 @@ def document_sums(requests: TaskRequests, scores: TaskScores) -> dict[str, np.nd
 
 
 def _divided(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return values divided by lengths; −inf where the length is 0: such a continuation is never chosen."""
+    """Return values divided by lengths; −inf where a length is 0, so that such a continuation is never chosen."""
     return np.where(lengths > 0, values / np.maximum(lengths, 1), -np.inf)
 
 
 def _predictions(requests: TaskRequests, scores: np.ndarray) -> np.ndarray:
     """Return [documents]: the choice with the highest score; documents may have different numbers of choices."""
-    _, rows = np.unique(requests.documents, return_inverse=True)  # documents from 0, without gaps in their numbers
+    _, rows = np.unique(requests.documents, return_inverse=True)  # documents' numbers may have gaps; rows' have none
     table = np.full((rows[-1] + 1, requests.choices.max() + 1), -np.inf)
     table[rows, requests.choices] = scores
     return table.argmax(axis=1)
 
 
-def _with_ones(values: np.ndarray) -> np.ndarray:
-    return np.stack([values.astype(np.float64), np.ones(len(values))], axis=1)  # numerators, denominators
+def _with_ones(numerators: np.ndarray) -> np.ndarray:
+    return np.stack([numerators.astype(np.float64), np.ones(len(numerators))], axis=1)  # the denominators of a mean
 
 
 def choice_result(task: TaskRequests, scores: TaskScores) -> TaskResult:
-    """Return the result of a task: every metric, and scores by document for the default metric."""
+    """Return the result of a task: every metric, and for the default metric the scores of each document."""
     divisors = task.lengths[DIVISORS[task.metric]] if task.metric in DIVISORS else task.continuation_tokens
-    begins = np.flatnonzero(np.diff(task.documents, prepend=-1)).tolist()  # the first request of each document
+    begins = np.flatnonzero(np.diff(task.documents, prepend=-1)).tolist()  # index of each document's first request
     sums = document_sums(task, scores)[task.metric].tolist()
     documents = []
     for first, end, (score, weight) in zip(begins, [*begins[1:], len(task)], sums, strict=True):
@@ -231,7 +228,7 @@ def perplexity_of_sets(
     """Return the results of sets, by the sets' names, the same on every rank; a collective call.
 
     Raises:
-        CorruptError: a file has become shorter since it was opened.
+        CorruptError: a file has become shorter since it was opened, or holds an id outside the vocabulary.
         Stopped: `shall_stop`, which is called before each batch, returned true.
     """
     results = {}
@@ -255,9 +252,9 @@ def _read_chunk(perplexity_set: PerplexitySet, chunks: np.ndarray, row: int) -> 
 
 
 def set_result(loss: float, tokens: int, bytes_per_token: float | None = None) -> SetResult:
-    """Return the result of a set of `tokens` scored tokens with the mean loss `loss`, in nats.
+    """Return the result of a set with `tokens` scored tokens, whose mean loss is `loss` nats.
 
-    A perplexity that overflows a float is infinite, and null in a file.
+    A perplexity that overflows a float is infinite; a file of results has null in its place.
     """
     bits_per_byte = loss / math.log(2) / bytes_per_token if bytes_per_token else None
     return SetResult(loss=loss, perplexity=_exp(loss), bits_per_byte=bits_per_byte, tokens=tokens)

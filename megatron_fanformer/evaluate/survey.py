@@ -42,28 +42,27 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class PerplexitySet:
-    """The files of a set, each cut into chunks from the file's beginning as in the paper; a shorter rest is dropped."""
+    """The files of a set. As in the paper, each is cut into chunks from its beginning; a shorter rest is dropped."""
 
     name: str
     files: tuple[NpyFile, ...]
-    """The `.npy` files, and the `.bin` files of pairs: both hold nothing but ids."""
+    """The `.npy` files, and the `.bin` files of pairs; both kinds hold only token ids."""
     chunk_tokens: int
     vocab_size: int
-    """The model's vocabulary size; all ids must be below."""
+    """The model's vocabulary size; every id must be smaller."""
     most_tokens: int | None
-    """Take chunks from the set's beginning until they have this number of tokens; None: all chunks."""
+    """Take chunks from the set's beginning until they have this many tokens or more; None: all chunks."""
     bytes_per_token: float | None = None
     """UTF-8 bytes of the original text per token; None if not known."""
 
     def chunks(self) -> np.ndarray:
         """Return [chunks, 2] int64: for each chunk, the numbers of its file and of its first token in the file.
 
-        Raises:
-            InputError: no file is as long as a chunk.
+        Raises InputError if no file is as long as a chunk.
         """
         size = self.chunk_tokens
         starts = [np.arange(file.tokens // size, dtype=np.int64) * size for file in self.files]
-        file_numbers = np.repeat(np.arange(len(starts)), [len(of_file) for of_file in starts])
+        file_numbers = np.repeat(np.arange(len(starts)), [len(file_starts) for file_starts in starts])
         chunks = np.stack([file_numbers, np.concatenate(starts)], axis=1)
         if not len(chunks):
             raise InputError(
@@ -75,8 +74,7 @@ class PerplexitySet:
     def read(self, chunk: np.ndarray) -> np.ndarray:
         """Return [chunk_tokens] int64, the ids of a chunk, which is a row of `chunks()`.
 
-        Raises:
-            CorruptError: a file holds an id outside the vocabulary.
+        Raises CorruptError if the file holds an id outside the vocabulary.
         """
         number, first = map(int, chunk)
         file = self.files[number]
@@ -87,7 +85,7 @@ class PerplexitySet:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSurvey:
-    """The tasks and sets that a model is evaluated on."""
+    """The tasks and perplexity sets on which a model is evaluated."""
 
     tasks: Mapping[str, TaskRequests] = field(default_factory=dict)
     """Requests by task name; none is longer than the model's sequences."""
@@ -108,9 +106,9 @@ def survey_evaluation(
     Args:
         seq_length: the model's sequence length. Longer requests are cut, as in ai2-olmo-eval.
         vocab_size: the model's vocabulary size.
-        tokenizer: the tokenizer that made the run's tokens.
-        requests: the content of the request file, if the caller has read it; None: it is read here.
-        end_of_text_id: the id that ends a document for the model, if it is not the tokenizer's.
+        tokenizer: the path of the tokenizer that the model was trained with.
+        requests: the content of the request file, if the caller has read it; None: read it here.
+        end_of_text_id: the id that ends a document for the model; None: the tokenizer's.
 
     Raises:
         InputError: tasks or sets have problems; the message has all of them, one line each.
@@ -120,17 +118,22 @@ def survey_evaluation(
     tasks: dict[str, TaskRequests] | None = {}
     sets: list[PerplexitySet] | None = []
     if config.requests is not None:
+        # In a list of their own: `find_sets` names its section in its lines, `_find_tasks` does not.
         task_problems: list[str] = []
         tasks = collect_problems(
             task_problems, partial(_find_tasks, config, requests, seq_length, vocab_size, tokenizer)
         )
         problems += [f"evaluation.requests: {line}" for line in task_problems]
     if not config.perplexity.is_empty:
-        # A tokenizer need not have an end of text to count bytes.
-        encoder = load_tokenizer(tokenizer, eod_id=end_of_text_id, needs_eod=False) if tokenizer else None
         sets = collect_problems(
             problems,
-            partial(find_sets, config.perplexity, seq_length=seq_length, vocab_size=vocab_size, tokenizer=encoder),
+            lambda: find_sets(
+                config.perplexity,
+                seq_length=seq_length,
+                vocab_size=vocab_size,
+                # Bytes can be counted even if the tokenizer states no end of text.
+                tokenizer=load_tokenizer(tokenizer, eod_id=end_of_text_id, needs_eod=False) if tokenizer else None,
+            ),
         )
     if tasks is None or sets is None:
         raise InputError("\n".join(problems))
@@ -140,6 +143,7 @@ def survey_evaluation(
 def _find_tasks(
     config: EvaluationConfig, requests: RequestFile | None, seq_length: int, vocab_size: int, tokenizer: str | None
 ) -> dict[str, TaskRequests]:
+    """Return the configured tasks of the request file, cut to the model's sequences; InputError if they do not fit."""
     requests = requests or read_requests(Path(str(config.requests)))
     if tokenizer is None:
         raise InputError(
@@ -150,20 +154,25 @@ def _find_tasks(
     names = [task.name for task in resolve(config.tasks)] or list(requests.tasks)
     if not names:
         raise InputError(
-            f"{requests.path} has no task with right answers to choose from; prepare some, or leave it out"
+            f"{requests.path} has no multiple-choice tasks; prepare some, or leave out evaluation.requests"
         )
-    tasks = {
-        name: cut_to_context(task, seq_length, limit="the model's sequences")
-        for name, task in requests.select(names, limit=config.limit).items()
-    }
-    for name, task in tasks.items():
+    problems: list[str] = []
+    tasks: dict[str, TaskRequests] = {}
+    for name, prepared in requests.select(names, limit=config.limit).items():
+        task = collect_problems(problems, partial(cut_to_context, prepared, seq_length, limit="the model's sequences"))
+        if task is None:
+            continue  # `problems` has its line
+        tasks[name] = task
         largest = max(int(part.ids.max()) for part in (task, task.unconditional) if part is not None)
         if largest >= vocab_size:
-            raise InputError(
+            problems.append(
                 f"task {name} has token id {largest}, beyond model.vocab_size {vocab_size}; raise the latter"
             )
-        if task.cut:
-            logger.info("task %s: the contexts of %d requests are cut, to %d tokens", name, task.cut, seq_length)
+        if task.cut:  # here, or by `--prepare` to its own context length
+            length = min(seq_length, requests.context_length)
+            logger.info("task %s: %d requests are cut to %d tokens", name, task.cut, length)
+    if problems:
+        raise InputError("\n".join(problems))
     return tasks
 
 
@@ -171,7 +180,7 @@ def _find_tasks(
 
 
 def set_problems(config: PerplexityConfig) -> list[str]:
-    """Return a line that names the paths without token files, or no line; open no file."""
+    """Return one line that names all paths without token files, or no line if there are none; open no file."""
     missing = [redacted(path) for paths in config.paths.values() for path in paths if not _find_files(path)]
     if not missing:
         return []
@@ -182,7 +191,7 @@ def set_problems(config: PerplexityConfig) -> list[str]:
 
 
 def _find_files(path: str) -> list[str]:
-    """Return the .npy files and prefixes of pairs that a path names: a file or a prefix, or else a folder or a glob."""
+    """Return the .npy files and prefixes of pairs that a path names, be it a file, a prefix, a folder or a glob."""
     if is_url(path):
         if path.endswith("/") or (path.endswith(NPY_SUFFIX) and glob.has_magic(path)):
             return list_files(path, NPY_SUFFIX)
@@ -195,8 +204,8 @@ def _find_files(path: str) -> list[str]:
     else:
         candidates = [path, f"{path}.idx", f"{path}{NPY_SUFFIX}"]
     files = {name for name in candidates if name.endswith(NPY_SUFFIX) and Path(name).is_file()}
-    pairs = {name[: -len(".idx")] for name in candidates if name.endswith((".idx", ".bin"))}  # equally long endings
-    return sorted(files | {prefix for prefix in pairs if idx_path(prefix).is_file()})
+    prefixes = {name[: -len(".idx")] for name in candidates if name.endswith((".idx", ".bin"))}  # .bin is as long
+    return sorted(files | {prefix for prefix in prefixes if idx_path(prefix).is_file()})
 
 
 def find_sets(
@@ -207,10 +216,11 @@ def find_sets(
     Args:
         seq_length: the model's sequence length; chunks may not be longer.
         vocab_size: the model's vocabulary size.
-        tokenizer: decodes the tokens of sets without manifests, to count bytes; None: bytes are not known.
+        tokenizer: decodes sets whose manifests do not count bytes, to count them; None: such sets get no count.
 
     Raises:
-        InputError: a set is missing, empty, or of another vocabulary; chunks are longer than the model's sequences.
+        InputError: a set is missing, shorter than a chunk, or has ids outside the vocabulary; or chunks are longer
+            than the model's sequences.
         CorruptError: a file is damaged.
     """
     size = config.chunk_tokens or seq_length
@@ -225,7 +235,8 @@ def find_sets(
     sets = []
     for name, paths in config.paths.items():
         opened = [_open_tokens(file, config.npy_dtype) for path in paths for file in _find_files(path)]
-        files, manifests = tuple(file for file, _ in opened), [manifest for _, manifest in opened]
+        files = tuple(file for file, _ in opened)
+        manifests = [manifest for _, manifest in opened]
         for file in files:
             refuse_largest_id(file.max_token_id, vocab_size, file.path)
         perplexity_set = PerplexitySet(
@@ -235,39 +246,42 @@ def find_sets(
             hashes = [manifest.tokenizer.sha256 for manifest in manifests if manifest]
             if other := describe_other_tokenizer(hashes, sha256_of(tokenizer.path), "the model's"):
                 logger.warning(
-                    "perplexity set %s was made with %s; unless both give the same ids, its perplexity says nothing",
-                    name,
-                    other,
+                    "set %s was made with %s; unless both give the same ids, its perplexity says nothing", name, other
                 )
         sets.append(replace(perplexity_set, bytes_per_token=_bytes_per_token(perplexity_set, manifests, tokenizer)))
     return sets
 
 
 def _open_tokens(path: str, npy_dtype: NpyType) -> tuple[NpyFile, Manifest | None]:
-    """Open a `.npy` file, or the `.bin` file of a prefix; return it with its manifest, if there is one."""
-    is_npy = path.endswith(NPY_SUFFIX)
-    if is_npy:
+    """Open a `.npy` file, or the `.bin` file of a prefix; return the file, and its manifest if there is one."""
+    if path.endswith(NPY_SUFFIX):
+        prefix, suffix = npy_prefix(path), NPY_SUFFIX
         (file,) = open_npy_files([path], npy_dtype)
     else:
-        index = read_index(path, cache=cache_of(path))
-        name = f"{path}.bin" if is_url(path) else str(bin_path(path))
+        prefix, suffix = path, BIN_SUFFIX
+        index = read_index(prefix, cache=cache_of(prefix))
+        name = f"{prefix}.bin" if is_url(prefix) else str(bin_path(prefix))
         file = NpyFile(name, index.dtype, index.tokens, max_token_id=None, remote=index.remote)
-    prefix, suffix = (npy_prefix(path), NPY_SUFFIX) if is_npy else (path, BIN_SUFFIX)
-    stated = manifest_for_file(prefix, suffix, file.tokens * file.dtype.itemsize)
-    if stated is None:
+    manifest_and_record = manifest_for_file(prefix, suffix, file.tokens * file.dtype.itemsize)
+    if manifest_and_record is None:
         return file, None
-    manifest, record = stated
+    manifest, record = manifest_and_record
     return replace(file, max_token_id=record.max_token_id), manifest
 
 
 def _bytes_per_token(
     perplexity_set: PerplexitySet, manifests: Sequence[Manifest | None], tokenizer: Tokenizer | None
 ) -> float | None:
-    """Return the bytes of text per token: of all tokens, by the manifests; or, by decoding, of the scored tokens."""
-    chunks = perplexity_set.chunks()  # raises InputError if nothing can be scored
-    with_bytes = [manifest for manifest in manifests if manifest and manifest.text_bytes]  # 0 if there was no text
-    if len(with_bytes) == len(manifests):
-        return sum(manifest.text_bytes for manifest in with_bytes) / sum(manifest.tokens for manifest in with_bytes)
+    """Return the UTF-8 bytes of text per token; None if there is no text, or nothing to count it by.
+
+    If the manifests of all files count bytes, the ratio is over all tokens in the manifests. Otherwise the tokenizer,
+    if there is one, decodes the scored tokens. Raises InputError if no file is as long as a chunk.
+    """
+    chunks = perplexity_set.chunks()
+    manifests_with_bytes = [manifest for manifest in manifests if manifest and manifest.text_bytes]
+    if len(manifests_with_bytes) == len(manifests):
+        num_tokens = sum(manifest.tokens for manifest in manifests_with_bytes)
+        return sum(manifest.text_bytes for manifest in manifests_with_bytes) / num_tokens
     if tokenizer is None:
         return None
     text_bytes = 0

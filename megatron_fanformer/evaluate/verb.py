@@ -6,16 +6,13 @@ from typing import Literal
 
 from megatron_fanformer.options import Verb, argument, count, option
 
-BATCH_TOKENS = 8192  # of a micro batch: four of the paper's chunks; their logits are made chunk by chunk
+BATCH_TOKENS = 8192  # of a micro batch: four of the paper's chunks; the loss head never holds all their logits
 
-MEASURED = "what to measure"
-ANSWERS = "answers that a model writes (gsm8k, humaneval, mbpp)"
-RUNTIME = "runtime"
-OUTPUT = "output"
-REQUEST_FILE = "request file"
-MODELS = ("checkpoints",)
-SETS = ("perplexity",)
-TASKS = ("tasks", "requests")
+# The titles of groups of options in the help.
+MEASURED, ANSWERS = "what to measure", "answers that a model writes (gsm8k, humaneval, mbpp)"
+RUNTIME, OUTPUT, REQUEST_FILE = "runtime", "output", "request file"
+# Options of which others need one.
+MODELS, SETS, TASKS = ("checkpoints",), ("perplexity",), ("tasks", "requests")
 GREEDY = "answers are greedy; for others export the model and use lm-eval"
 
 

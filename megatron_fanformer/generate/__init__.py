@@ -1,1 +1,1 @@
-"""Text from a trained model: sampling, and decoding with megatron-core's key/value cache."""
+"""Generates text with a trained model: samples tokens, and decodes with megatron-core's key/value cache."""

@@ -23,14 +23,14 @@ from megatron_fanformer.generate.models import TrainedModel, find_model_and_toke
 from megatron_fanformer.generate.verb import ChatConfig
 from megatron_fanformer.runtime.device import return_freed_memory
 
-ANSWER_SHARE = 4  # without a stated length, an answer has room for the context's tokens divided by this number
+ANSWER_SHARE = 4  # without `max_new_tokens`, an answer has room for the context's tokens divided by this number
 RESET, QUIT = "/reset", "/quit"
 HINT = f"{RESET} begins anew; {QUIT} or Ctrl-D ends; Ctrl-C ends an answer, twice the program"
 
 
 @contextmanager
 def open_chat(config: ChatConfig) -> Iterator["Chat"]:
-    """Load a model to talk to, in a process group of this process alone. Raises InputError before weights are read."""
+    """Yield a new chat, in a process group of this process alone. Raises InputError before weights are read."""
     if problems := config.problems():
         raise InputError("\n".join(problems))
     source, tokenizer = find_model_and_tokenizer(config.checkpoint, config.tokenizer, eod_id=config.eod_id)
@@ -46,7 +46,7 @@ def open_chat(config: ChatConfig) -> Iterator["Chat"]:
 
 
 class Chat:
-    """A conversation with a model: the messages, and a cache that holds the first of their tokens."""
+    """A conversation with a model: the messages, and a key/value cache of their tokens, so far as they were read."""
 
     def __init__(self, model: TrainedModel, tokenizer: Tokenizer, template: ChatTemplate, config: ChatConfig) -> None:
         self._tokenizer, self._template, self._config = tokenizer, template, config
@@ -59,7 +59,7 @@ class Chat:
         """Begin a new conversation with the same system message."""
         system = self._config.system
         self.num_dropped_turns = 0
-        """The turns left out so far to make room for others."""
+        """The number of turns left out so far to make room for later ones."""
         self._messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
 
     def answer(self, text: str) -> Iterator[str]:
@@ -81,7 +81,7 @@ class Chat:
                 num_yielded = len(final_text)
         finally:
             self._messages.append({"role": "assistant", "content": answer.text})
-            return_freed_memory()  # every token's attention had another size
+            return_freed_memory()  # kept memory seldom fits: the attention of each token has another size
 
     def _make_room(self, messages: list[Message]) -> list[int]:
         """Drop the oldest turns until an answer has room; keep the other messages, and return their tokens."""
@@ -90,7 +90,7 @@ class Chat:
         while True:
             chat = self._template.render(messages, add_generation_prompt=True, needs_learned=False)
             ids: list[int] = encode_chat(self._tokenizer, chat)[0].tolist()
-            turn_starts = [place for place, message in enumerate(messages) if message["role"] == "user"]
+            turn_starts = [index for index, message in enumerate(messages) if message["role"] == "user"]
             if len(ids) + needed_tokens <= self._context_tokens or len(turn_starts) < 2:
                 break
             messages = [*messages[: turn_starts[0]], *messages[turn_starts[1] :]]
@@ -105,10 +105,10 @@ class Chat:
 
     def _logits_after(self, ids: list[int]) -> Tensor:
         """Return the logits [v] of the token after `ids`; the model reads only tokens that are not in the cache."""
-        pairs = zip(self._cached_ids, ids[:-1], strict=False)  # the last is read in any case, for its logits
+        pairs = zip(self._cached_ids, ids[:-1], strict=False)  # the last id is read in any case, for its logits
         num_cached = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         self._decoder.rewind(num_cached)
-        self._cached_ids = ids[:num_cached]  # right even if Ctrl-C interrupts `next_logits`
+        self._cached_ids = ids[:num_cached]  # what the cache holds even if Ctrl-C interrupts `next_logits`
         (logits_v,) = self._decoder.next_logits(torch.tensor([ids[num_cached:]]))
         self._cached_ids = ids
         return logits_v

@@ -1,4 +1,4 @@
-"""The verb `generate`: sample tokens, decode them to text, continue several prompts in one batch, and print the texts.
+"""The verb `generate`: samples tokens, decodes them, continues several prompts in one batch, and prints the texts.
 
 A prompt has the same continuation in a batch as alone. megatron-core's key/value cache keeps all rows of a batch at the
 same position, and its causal mask allows no padding. So the model first reads as many tokens of each prompt as the
@@ -66,7 +66,7 @@ def next_token(logits_v: Tensor, config: SamplingConfig, generator: torch.Genera
 class NewText:
     """Decodes the new tokens after a prompt, up to the first stop string.
 
-    The end of text has no text, nor have ids that only the model's vocabulary has.
+    The end of text is not decoded, nor are ids that the model's vocabulary has and the tokenizer's lacks.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop: Sequence[str] = ()) -> None:
@@ -85,7 +85,7 @@ class NewText:
 
     @property
     def final(self) -> str:
-        """Return the start of `text` that no token changes; it ends before an incomplete character or stop string."""
+        """Return the start of `text` that no later token changes: without an incomplete character or stop string."""
         if self.is_stopped:
             return self.text
         text = self.text.rstrip(INCOMPLETE)
@@ -93,7 +93,7 @@ class NewText:
         return text[: len(text) - max((len(start) for start in beginnings if text.endswith(start)), default=0)]
 
     def _with_text(self, ids: Sequence[int]) -> list[int]:
-        """Return those ids that have text."""
+        """Return the ids that are decoded."""
         size, end = self._tokenizer.vocab_size, self._tokenizer.eod_id
         return [token for token in ids if token < size and token != end]
 
@@ -101,8 +101,8 @@ class NewText:
 class Continuation:
     """A prompt of at least one token, and the new tokens after it.
 
-    Draws depend only on the seed, the prompt and the number `sample`. The tokenizer's end of text, a string of `stop`
-    or `max_new_tokens` (at least one) ends the continuation.
+    The draws depend only on the seed, the prompt and the number `sample`. The tokenizer's end of text, a string of
+    `stop` or the number `max_new_tokens` (at least 1) ends the continuation.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Continuation:
 
     @property
     def length(self) -> int:
-        """Return the number of tokens, of the prompt and new."""
+        """Return the number of tokens in the prompt and after it."""
         return len(self.prompt_ids) + len(self.ids)
 
     @property
@@ -137,7 +137,7 @@ class Continuation:
 
     @property
     def final_text(self) -> str:
-        """Return the beginning of `text` that further tokens do not change."""
+        """Return the start of `text` that no later token changes."""
         return self._new_text.text if self.ended_by else self._new_text.final
 
     def choose_token(self, logits_v: Tensor) -> None:
@@ -170,14 +170,14 @@ def continue_all(
 
 def continue_together(model: TrainedModel, continuations: Sequence[Continuation]) -> None:
     """Continue prompts to their ends in one batch; a row leaves the batch when it has ended."""
-    return_freed_memory()  # of an earlier batch with other lengths
+    return_freed_memory()  # that of an earlier batch, whose lengths were others
     rows = list(continuations)
     shortest = min(row.length for row in rows)
     decoder = model.decoder(len(rows), max(row.length + row.max_new_tokens for row in rows))
     logits_bv = decoder.next_logits(torch.tensor([row.prompt_ids[:shortest] for row in rows]))
     for num_cached in itertools.count(shortest):  # tokens of each row in the cache
         for row, logits_v in zip(rows, logits_bv.cpu(), strict=True):
-            if row.length == num_cached:
+            if row.length == num_cached:  # all of the row is read; otherwise the prompt has the next token
                 row.choose_token(logits_v)
         unfinished = [number for number, row in enumerate(rows) if row.ended_by is None]
         if not unfinished:
@@ -195,8 +195,8 @@ def continue_together(model: TrainedModel, continuations: Sequence[Continuation]
 def generate(config: GenerateConfig) -> Iterator[Continuation]:
     """Continue `config.prompts`, at least one; yield all samples of the first prompt, then those of the next.
 
-    A text does not depend on the other prompts or on the batch size, except that floating-point sums in another order
-    can tip a near tie. Raises InputError if an option is wrong, a prompt is too long, or no model is found.
+    A continuation does not depend on the other prompts or on the batch size, except that floating-point sums in another
+    order can tip a near tie. Raises InputError if an option is wrong, a prompt is too long, or no model is found.
     """
     if problems := config.problems():
         raise InputError("\n".join(problems))
@@ -223,9 +223,9 @@ def generate(config: GenerateConfig) -> Iterator[Continuation]:
 
 
 def print_generations(config: GenerateConfig) -> None:
-    """Print each prompt with its continuation; with `config.json`, print a line of JSON for each continuation.
+    """Print each prompt with its continuation, or with `config.json` a line of JSON for each continuation.
 
-    Of several texts, each has a line with its number before it; a single text is printed alone.
+    If there are several texts, a line with the text's number stands before each.
     """
     if config.prompts_file is not None:
         config = replace(config, prompts=(*config.prompts, *read_prompts(config.prompts_file)))

@@ -1,6 +1,6 @@
-"""Trained models in one process: find a model without reading weights, load it, and compute logits.
+"""Finds a trained model without reading its weights, loads it into one process, and computes logits.
 
-From a checkpoint of any layout or an exported Hugging Face folder, the whole model is loaded as one stage of
+From a checkpoint of any layout or an exported Hugging Face folder, the full model is loaded as one stage of
 megatron-core, at tensor and pipeline parallel size 1.
 
 Shapes: b batch, s sequence, v vocabulary without padding.
@@ -42,9 +42,9 @@ class ModelSource:
     tokenizer: Path | None
     """The tokenizer next to the weights, if there is one."""
     end_of_text_id: int | None
-    """The id that ends a document, if the user or a file next to the weights states it."""
+    """The id that ends a document, if the user or a file next to the weights states one; None: the tokenizer's."""
     read_weights: Callable[[list[Any], RankGrid], None]
-    """Reads the weights into the chunks of a stage."""
+    """Reads the weights into this rank's chunks of the model."""
 
     def refuse_larger(self, tokenizer: Tokenizer) -> None:
         """Raise InputError if a tokenizer has ids outside the model's vocabulary."""
@@ -89,7 +89,7 @@ def find_model(checkpoint: Path, *, eod_id: int | None = None) -> ModelSource:
 def find_model_and_tokenizer(
     checkpoint: str, stated_tokenizer: str | None = None, *, eod_id: int | None = None
 ) -> tuple[ModelSource, Tokenizer]:
-    """Find a model, and the stated tokenizer or the one next to the weights. Raises InputError if either is missing."""
+    """Find a model, and the stated tokenizer, else the one next to the weights. InputError if either is missing."""
     source = find_model(Path(checkpoint), eod_id=eod_id)
     path = stated_tokenizer or source.tokenizer
     if path is None:
@@ -101,22 +101,22 @@ def find_model_and_tokenizer(
 
 @torch.no_grad()
 def _read_huggingface(folder: Path, chunks: list[Any], grid: RankGrid) -> None:
-    """Read the weights of an exported folder into the chunks of a stage."""
+    """Read the weights of an exported folder into this rank's chunks of the model."""
     from megatron_fanformer.convert.huggingface import open_huggingface
 
     config, tensors = open_huggingface(folder)
-    whole = convert(tensors, config, "hf", "megatron")
+    full_tensors = convert(tensors, config, "hf", "megatron")
     for shard in local_shards({str(number): sharded_state(chunk, grid) for number, chunk in enumerate(chunks)}):
-        shard.data.copy_(whole[shard.key][shard.global_slice()])
+        shard.data.copy_(full_tensors[shard.key][shard.global_slice()])
 
 
 class TrainedModel:
-    """A whole model on this process, without gradients."""
+    """A full model in this process, for inference."""
 
     def __init__(self, stage: torch.nn.Module, config: FANformerConfig, device: torch.device) -> None:
         self.config = config
         self.masks_behind_cache = any(isinstance(module, TorchCoreAttention) for module in stage.modules())
-        """Whether several tokens may be read at once when the cache is filled: the attention masks them causally."""
+        """Whether the attention masks causally on a filled cache, so that it can read several tokens at once there."""
         self._stage = stage.eval()
         self._device = device
 
@@ -143,7 +143,7 @@ class TrainedModel:
 
 
 class Decoder:
-    """Reads tokens and returns the logits of the next; megatron-core's cache keeps the keys and values."""
+    """Reads tokens and returns the next token's logits; megatron-core's cache keeps the keys and values."""
 
     def __init__(self, model: TrainedModel, cache: StaticInferenceContext) -> None:
         self._model, self._cache = model, cache

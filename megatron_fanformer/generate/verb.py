@@ -1,4 +1,4 @@
-"""The verbs `generate` and `chat`: their options, and files of prompts; imports nothing slow."""
+"""The options of the verbs `generate` and `chat`, and the reading of files of prompts; imports nothing slow."""
 
 import math
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ AnyConfig = TypeVar("AnyConfig", "GenerateConfig", "ChatConfig")
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """Options of how the next token is chosen."""
+    """Options that decide how the next token is chosen."""
 
     temperature: float = option(0.0, group=SAMPLING)
     """Divides the logits; 0 takes the most likely token, and the options below have no effect."""
@@ -100,7 +100,7 @@ class ChatConfig(_TextConfig):
 
 
 def _fetch_and_check(config: AnyConfig) -> tuple[AnyConfig]:
-    """Return the options with a local path in place of a URL; prepare the import of megatron-core."""
+    """Return the options with a local path in place of a URL, and prepare the import of megatron-core."""
     from megatron_fanformer.checkpoint.remote import on_this_machine
     from megatron_fanformer.convert.recognition import RUNNABLE, recognize
 
@@ -111,7 +111,7 @@ def _fetch_and_check(config: AnyConfig) -> tuple[AnyConfig]:
 
 
 class _Prompt(msgspec.Struct):
-    """A line of a file of prompts in JSON; other fields are ignored."""
+    """A line of a .jsonl file of prompts; other fields of the line are ignored."""
 
     prompt: str
 

@@ -1,1 +1,1 @@
-"""The verb `inspect`: a path's content, whether it is intact, and which documents a training step reads."""
+"""The verb `inspect`: describes and verifies what is at a path, and shows the documents that a training step reads."""

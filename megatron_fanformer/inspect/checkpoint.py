@@ -1,4 +1,4 @@
-"""Describe and verify runs, checkpoints and exports. Describing reads no weights; nothing needs a process group."""
+"""Describes and verifies runs, checkpoints and exports, without a process group. Describing reads no weights."""
 
 import dataclasses
 import statistics
@@ -38,12 +38,12 @@ from megatron_fanformer.train.recovery import read_events
 
 Report = dict[str, Any]
 PICKLE_SUFFIXES = (".pt", ".bin")
-"""Weight files that are torch archives, whose records have a CRC-32; safetensors have none."""
-FEWEST_AVERAGED = 10  # steps; of a long run, the last twentieth is averaged
+"""Suffixes of weight files that are torch archives, whose records have a CRC-32; safetensors have none."""
+FEWEST_AVERAGED = 10  # steps; in runs of over 200 steps, the last twentieth is averaged
 
 
 def describe_run(run: Path) -> Report:
-    """Describe a run: progress, checkpoints, and, in `parts`, the newest one; CorruptError if that one is damaged."""
+    """Describe a run's progress and checkpoints, the newest one in `parts`; CorruptError if that one is damaged."""
     latest = run_folder.latest_checkpoint(run)
     return {
         "kind": "run",
@@ -86,7 +86,7 @@ def describe_checkpoint(checkpoint: Path) -> Report:
 
 
 def model_facts(config: FANformerConfig) -> dict[str, Any]:
-    """Return the model's configuration, its title, and the numbers of its parameters and its padded vocabulary."""
+    """Return a model's title, number of parameters, padded vocabulary size, and all fields of its configuration."""
     counts = {"parameters": config.num_parameters, "padded_vocab_size": config.padded_vocab_size}
     return {"title": config.placement.title, **counts, **dataclasses.asdict(config)}
 
@@ -111,7 +111,7 @@ def text_facts(folder: Path) -> dict[str, Any]:
 def check_checkpoint(checkpoint: Path) -> str:
     """Check every file against the manifest, and that every tensor is complete; return a line that says so.
 
-    The line names the checkpoint: the report of a run, above it, may already describe a newer one.
+    The line names the checkpoint, because the run's report, which is made later, may describe a newer one.
 
     Raises:
         CorruptError: a file is missing or damaged, or a tensor is missing, incomplete or of a wrong shape.
@@ -137,7 +137,7 @@ def check_checkpoint(checkpoint: Path) -> str:
 
 
 def describe_export(target: Target) -> Report:
-    """Describe an export: its model, the type of its weights, and its files.
+    """Describe the model of an export, the type of the weights, and their files.
 
     Raises:
         InputError: the model cannot be built here.
@@ -193,9 +193,9 @@ def check_export(target: Target) -> str:
 def read_progress(run: Path) -> Report:
     """Return the progress of a run, as far as the files in its folder can be read.
 
-    `step` is the last step of the metrics, `saved` the step that `train` goes on from (0: the beginning). `loss` is the
-    mean and `step_seconds` the median over the last twentieth of the steps. `seconds_left` is an estimate from this
-    median, without evaluations and saves, and None unless a process runs. `events` counts recovery.jsonl by kind.
+    `step` is the last step in the metrics, `saved` the step that `train` goes on from (0: the beginning). `loss` is the
+    mean and `step_seconds` the median over the last twentieth of the steps. `seconds_left`, an estimate by the median,
+    leaves out evaluations and saves; None if no process runs. `events` counts the events in recovery.jsonl by kind.
     """
     holder, saved, steps = holder_of(run), _saved_step(run), None
     with suppress(CorruptError):
@@ -237,9 +237,9 @@ def read_progress(run: Path) -> Report:
 def _saved_step(run: Path) -> int:
     """Return the step of the checkpoint that a run goes on from; 0 if there is none. Tensors are not checked.
 
-    A killed run has logged later steps, which are not saved.
+    This step may be earlier than the last in the metrics: a killed run has logged steps that no checkpoint has.
     """
-    with suppress(CorruptError):  # there is a `latest`, but no checkpoint
+    with suppress(CorruptError):  # the file `latest` names a checkpoint, but there is none
         for checkpoint in run_folder.checkpoints_to_resume(run):
             with suppress(CorruptError):
                 run_folder.check_sound(checkpoint)

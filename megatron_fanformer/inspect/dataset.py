@@ -1,4 +1,4 @@
-"""Describe token files, and verify them against their manifest; this module does not import torch."""
+"""Describes token files, and verifies them against their manifest; this module does not import torch."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,7 +32,7 @@ Report = dict[str, Any]
 
 
 def describe_data(target: Target) -> Report:
-    """Describe the token files of one prefix, or of all prefixes in a folder.
+    """Describe the token files of one prefix, or those of all prefixes in a folder.
 
     Raises:
         InputError: a file is missing.
@@ -120,14 +120,14 @@ def _file_exists(prefix: str, suffix: str) -> bool:
 
 
 def check_data(target: Target) -> str:
-    """Check every token file of `target` against its manifest; return a line that says what agrees.
+    """Check every token file of `target` against its manifest; return a line that says what was checked.
 
     Raises:
         InputError: there is no manifest.
         CorruptError: a file is missing or damaged, or a number of documents or tokens differs.
     """
     outputs: list[tuple[str, TokenFiles, int]] = []
-    """For each prefix: its folder, its files by the manifest, and the number of conversations that were refused."""
+    """The folder of a prefix, an output in the prefix's manifest, and the number of conversations that were refused."""
     for prefix in target.prefixes:
         manifest = read_manifest(prefix)
         if manifest is None:
@@ -141,7 +141,7 @@ def check_data(target: Target) -> str:
         outputs += [(folder, output, refused) for output in manifest.outputs]
     files = {folder + record.path: record for folder, output, _ in outputs for record in output.files.values()}
     with ThreadPoolExecutor(min(THREADS, usable_cores())) as pool:
-        list(pool.map(_check_file, files, files.values()))  # the list raises errors
+        list(pool.map(_check_file, files, files.values()))  # `list` raises the error of a file; `map` alone does not
     for folder, output, refused in outputs:
         _check_counts(folder + output.prefix, output, refused)
     return (
@@ -152,7 +152,7 @@ def check_data(target: Target) -> str:
 
 
 def _check_file(path: str, record: FileRecord) -> None:
-    """Raise CorruptError if a file is missing, or its size or SHA-256 is not that of the manifest's record."""
+    """Raise CorruptError if a file is missing, or has another size or SHA-256 than its record in the manifest."""
     try:
         remote = find_file(path) if is_url(path) else None
         if is_url(path) and remote is None:
@@ -178,7 +178,7 @@ def _check_counts(prefix: str, output: TokenFiles, refused: int) -> None:
     `refused` conversations have rows in the ledger, but are not documents.
     """
     comparisons: list[tuple[str, int, int]] = []
-    """The name of two counts for the message; the count in the manifest; the count in the file."""
+    """What the message calls the two counts; the count in the manifest; the count in the file."""
     if ".idx" in output.files:
         index = read_index(prefix, cache=cache_of(prefix))
         comparisons.append(("documents and those of its index", output.documents, len(index.lengths)))

@@ -1,4 +1,4 @@
-"""The exact samples of a training step, and the documents that they come from.
+"""Shows the exact samples of a training step, and the documents that they come from.
 
 `train.samples` gives the datasets and the order of samples, as it does for the trainer. `data.samples` tells where the
 tokens of a sample are stored; the ledger of the token files, if there is one, tells the document of a token.
@@ -55,7 +55,7 @@ def inspect_step(path: str, step: int, overrides: tuple[str, ...] = ()) -> Repor
 
 
 def _refuse_changed_data(target: Target, step: int) -> None:
-    """Raise InputError if a run has changed its data since `step`; the run's configuration has only the new data."""
+    """Raise InputError if a run has changed its data since `step`; its configuration has only the newest data."""
     checkpoint = target.path if target.kind == "checkpoint" else run_folder.latest_checkpoint(target.path)
     progress = saved_progress(checkpoint, read_table(checkpoint)) if checkpoint else None
     fingerprint = fingerprint_from_plain(progress.data, checkpoint) if checkpoint and progress else None
@@ -68,7 +68,7 @@ def _refuse_changed_data(target: Target, step: int) -> None:
 
 
 def describe_step(config: RunConfig, step: int) -> Report:
-    """Return a step's samples by micro batch, with the passages of documents in each sample. Steps count from 1.
+    """Return the samples of a step (from 1) by micro batch, with the passages of documents in each sample.
 
     Raises:
         InputError: the configuration or the step is wrong.
@@ -104,7 +104,7 @@ def describe_step(config: RunConfig, step: int) -> Report:
 
 def _check_config(config: RunConfig, step: int, data_parallel_size: int) -> RunConfig:
     """Check the fields that decide the samples, and the step; return the configuration with its number of steps."""
-    # The instances of the distributed optimizer do not change samples; more than one would require a launcher.
+    # Optimizer instances do not change the samples, but more than one would be refused: there is no launcher.
     parallel = dataclasses.replace(config.parallel, num_distributed_optimizer_instances=1)
     config, training = dataclasses.replace(config, parallel=parallel), config.training
     problems = [*config.model.problems(), *parallel.problems(), *config.data.problems(), *training.problems()]
@@ -122,7 +122,7 @@ def _check_config(config: RunConfig, step: int, data_parallel_size: int) -> RunC
 
 
 def _tokenizer(prefix: str, configured: str | None) -> Any:
-    """Return the configured tokenizer, or the one that made the tokens; None if its file is missing or has changed."""
+    """Return the configured tokenizer, else the one that made the tokens; None if that has been removed or changed."""
     manifest = read_manifest(prefix)
     path = configured
     if path is None and manifest is not None:
@@ -134,10 +134,10 @@ def _tokenizer(prefix: str, configured: str | None) -> Any:
 def _passages(
     dataset: Any, number: int, ledger_of: Callable[[str], Any], tokenizer_of: Callable[[str], Any]
 ) -> Iterator[Report]:
-    """Yield the passages of a sample: consecutive tokens of a token file, of one document if there is a ledger."""
+    """Yield the passages of a sample: consecutive tokens of one file, and if there is a ledger, of one document."""
     item, spans = dataset[number], sample_spans(dataset, number)
     ids, learned = item["tokens"].tolist(), None
-    if isinstance(dataset, ChatDataset):  # a token is learned if the position before it has a loss
+    if isinstance(dataset, ChatDataset):  # a token is learned if the position before, which predicts it, has a loss
         learned = [False, *(item["loss_mask"] > 0).tolist()]
     elif sum(span.length for span in spans) > len(ids):  # the spans include the last label
         ids.append(int(item["labels"][-1]))
@@ -162,7 +162,7 @@ def _passages(
 
 
 def _documents(span: Span, ledger: Any) -> Iterator[tuple[int, int, LedgerRow | None]]:
-    """Yield, for each document in a span, the first token and the length of the document's part, and its ledger row."""
+    """Yield the first token and the length of each document's part of a span, and the document's row in the ledger."""
     if ledger is None:
         yield span.first_token, span.length, None
         return
@@ -215,7 +215,7 @@ def _passage_lines(passage: Report) -> Iterator[str]:
 
 
 def _quoted(text: str) -> str:
-    """Return a text on one line and in quotes; shorten a long one in its middle."""
+    """Return a text in quotes and on one line; the middle of a long text is left out."""
     if len(text) > HEAD_CHARACTERS + TAIL_CHARACTERS + len(BETWEEN):
         text = text[:HEAD_CHARACTERS] + BETWEEN + text[-TAIL_CHARACTERS:]
     return json.dumps(text, ensure_ascii=False)

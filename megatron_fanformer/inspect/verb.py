@@ -28,7 +28,7 @@ REMOVED = {
     "--config": "name the configuration file as PATH",
     "--full": "--json has whole texts and all ids",
 }
-"""Remedies for options of earlier versions."""
+"""What to do instead of using an option of an earlier version."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ def inspect_path(path: str, *, verify: bool = False) -> dict[str, Any]:
     from megatron_fanformer.data.manifest import read_manifest
 
     is_token_file = path.endswith((".npy", ".bin", ".idx"))
-    # Token files are never read through a chain of URLs (a::b), so a manifest is not sought there.
+    # A chain of URLs (a::b) is never one of token files, which are not read through chains: look for no manifest.
     if is_url(path) and (is_token_file or ("::" not in path and read_manifest(path) is not None)):
         target = Target("token files", Path(path), (re.sub(r"\.(npy|bin|idx)$", "", path),))
     else:
@@ -131,7 +131,7 @@ def _fact_lines(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _brief(value: Any) -> str:
-    """Return a value as a short text on one line; of a list of mappings, their number."""
+    """Return a value as a short text on one line; a list of mappings as their number."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {_brief(item)}" for key, item in value.items() if item is not None) or "none"
     if isinstance(value, list | tuple):

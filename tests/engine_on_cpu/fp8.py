@@ -96,12 +96,7 @@ def has_scale_before(quantizer: Any) -> bool:
 
 
 def quantize(
-    tensor: Tensor,
-    quantizer: Any,
-    output: Any = None,
-    noop: Tensor | None = None,
-    *,
-    dtype: torch.dtype | None = None,
+    tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | None = None, *, dtype: torch.dtype | None = None
 ) -> Any:
     """The tensor in FP8, in the forms that the quantizer asks for; into `output` where it is given.
 

@@ -9,18 +9,25 @@ import numpy as np
 import pytest
 
 from megatron_fanformer.data.tokenizer import load_tokenizer
+from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluate.config import SETS, EvaluationConfig, PerplexityConfig
+from megatron_fanformer.evaluate.requests import cut_to_context
 from megatron_fanformer.evaluate.survey import PerplexitySet, find_sets, set_problems, survey_evaluation
 from megatron_fanformer.prepare.prepare import prepare
 from megatron_fanformer.prepare.verb import PrepareConfig
 from tests.data.token_making import write_npy, write_pair
+from tests.evaluate.made_up import made_up_tasks, write_made_up
 
 VOCAB_SIZE = 600
 
 
 def sets_of(config: PerplexityConfig, **fields: Any) -> list[PerplexitySet]:
     return find_sets(config, **{"seq_length": 8, "vocab_size": VOCAB_SIZE, **fields})
+
+
+def survey(config: EvaluationConfig, tokenizer: Path, **fields: Any) -> None:
+    survey_evaluation(config, tokenizer=str(tokenizer), **{"seq_length": 64, "vocab_size": VOCAB_SIZE, **fields})
 
 
 def own(path: Path | str, **fields: Any) -> PerplexityConfig:
@@ -74,14 +81,8 @@ TEXTS = ("Grüße aus Köln. " * 40, "def f(x):\n    return [x]\n" * 40)
 def prepared(tmp_path_factory: pytest.TempPathFactory, small_tokenizer_file: Path) -> Path:
     folder = tmp_path_factory.mktemp("prepared")
     (folder / "documents.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
-    prepare(
-        PrepareConfig(
-            inputs=(str(folder / "documents.jsonl"),),
-            output=str(folder / "tokens"),
-            tokenizer=str(small_tokenizer_file),
-            workers=1,
-        )
-    )
+    paths = {"output": str(folder / "tokens"), "tokenizer": str(small_tokenizer_file)}
+    prepare(PrepareConfig(inputs=(str(folder / "documents.jsonl"),), workers=1, **paths))
     return folder / "tokens"
 
 
@@ -113,10 +114,24 @@ def test_a_set_of_another_tokenizer_is_told(
         (prepared, ""),
         (tmp_path / "tokens", "set own was made with another tokenizer (SHA-256 fff"),
     ):
-        survey_evaluation(
-            EvaluationConfig(perplexity=own(prefix)),
-            seq_length=64,
-            vocab_size=VOCAB_SIZE,
-            tokenizer=str(small_tokenizer_file),
-        )
+        survey(EvaluationConfig(perplexity=own(prefix)), small_tokenizer_file)
         assert expected in caplog.text and bool(expected) == bool(caplog.text)
+
+
+def test_problems_of_all_tasks_and_of_the_tokenizer_are_told_at_once(
+    small_tokenizer_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tasks = {name: cut_to_context(task, 8) for name, task in made_up_tasks(VOCAB_SIZE, 16).items()}
+    digest = sha256_of(small_tokenizer_file)
+    requests = write_made_up(tmp_path / "requests", tasks, tokenizer_sha256=digest, context_length=8)
+    with caplog.at_level("INFO"):
+        survey(EvaluationConfig(requests=requests), small_tokenizer_file)
+    assert "task piqa: " in caplog.text and "requests are cut to 8 tokens" in caplog.text
+    config = EvaluationConfig(requests=requests, perplexity=own(tmp_path))
+    for fields, problem in (({"seq_length": 1}, "has a continuation of"), ({"vocab_size": 9}, "has token id")):
+        with pytest.raises(InputError) as refused:
+            survey(config, small_tokenizer_file, **fields, end_of_text_id=VOCAB_SIZE * 10)
+        *of_tasks, of_tokenizer = str(refused.value).splitlines()
+        assert len(of_tasks) == len(tasks) and of_tokenizer.startswith("end-of-text id 6000 is outside")
+        for name, line in zip(tasks, of_tasks, strict=True):
+            assert line.startswith(f"evaluation.requests: task {name} {problem}")

@@ -127,10 +127,7 @@ CHECKPOINTS: dict[tuple[str, str], Write] = {
     ("tokenizer.json", "a link out of it"): link("/etc/hostname"),
 }
 # Nothing of the tensors is read to describe them.
-TENSORS: dict[tuple[str, str], Write] = {
-    ("*.distcp", "cut short"): cut_short,
-    ("*.distcp", "spoiled"): spoiled,
-}
+TENSORS: dict[tuple[str, str], Write] = {("*.distcp", "cut short"): cut_short, ("*.distcp", "spoiled"): spoiled}
 EXPORTS: dict[tuple[str, str], Write] = {
     ("config.json", "nested"): text("[" * DEEP),
     ("config.json", "layers"): changed_json(num_hidden_layers=10**12),

@@ -108,11 +108,7 @@ def terminate_at_start(run: Run) -> None:
 def ask_for_saves(run: Run) -> None:
     """By the launcher, by a rank, by a file; the run must go on, and is then told to stop."""
     request = run.folder / "run" / "save"
-    for ask in (
-        lambda: run.process.send_signal(signal.SIGUSR2),
-        lambda: run.kill(1, signal.SIGUSR2),
-        request.touch,
-    ):
+    for ask in (lambda: run.process.send_signal(signal.SIGUSR2), lambda: run.kill(1, signal.SIGUSR2), request.touch):
         saved = run.checkpoints
         ask()
         run.wait_until(lambda saved=saved: run.checkpoints > saved)

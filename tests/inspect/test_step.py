@@ -103,11 +103,7 @@ def same_tokens(recorded: Recorded, ids: list[int]) -> bool:
     ],
 )
 def test_a_step_takes_what_inspect_shows(
-    run_on_ranks: RunOnRanks,
-    sources: dict[str, list[str]],
-    tmp_path: Path,
-    kind: str,
-    data_parallel_size: int,
+    run_on_ranks: RunOnRanks, sources: dict[str, list[str]], tmp_path: Path, kind: str, data_parallel_size: int
 ) -> None:
     values = small_run(
         "",
