@@ -91,8 +91,8 @@ def open_megatron_lm(
         )
     iteration = common.get("iteration") if isinstance(common, dict) else None
     samples = arguments.get("consumed_train_samples")
-    is_stated = type(iteration) is int and type(samples) is int
-    return model, tensors, notes, SavedProgress(iteration, samples) if is_stated else None
+    progress = SavedProgress(iteration, samples) if type(iteration) is type(samples) is int else None
+    return model, tensors, notes, progress
 
 
 # -- tensors
