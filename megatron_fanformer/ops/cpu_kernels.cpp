@@ -1,10 +1,8 @@
-// SwiGLU, the loss head's softmax, products of weight gradients and causal attention on a CPU, in float32 and in bf16;
-// `cpu_kernels.py` builds this file, and documents the functions' arguments.
-//
-// The threads are those of torch's OpenMP; no other OpenMP is linked.
+// The loss head's softmax and causal attention on a CPU, in float32 and in bf16; `cpu_kernels.py` builds this file, and
+// documents the functions' arguments. The threads are those of torch's OpenMP; no other OpenMP is linked.
 //
 // The factors of a product are read in words of 32 bits: one float32, or two bf16 that are neighbors along the axis of
-// the sum. The words of `a` may have any strides; `b` is packed, one row of words for each step of the sum.
+// the sum. The rows of `a` are words along that axis; `b` is packed, one row of words for each step of the sum.
 
 #include <algorithm>
 #include <cmath>
@@ -12,8 +10,12 @@
 #include <cstring>
 #include <type_traits>
 #include <vector>
-#ifdef __AVX512BF16__
+#ifdef __AVX512F__
 #include <immintrin.h>
+#endif
+#ifdef __AMX_BF16__
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 namespace {
@@ -100,24 +102,18 @@ inline Lanes plus_product(Lanes sum, Words a, Words b) {
 #endif
 }
 
-// The left factor of a product; `row` and `step` are strides in bytes, to the next row and to the next step of the sum.
+// The left factor of a product: its first word, and the bytes from a row to the next.
 struct Left {
     const char* words;
-    Size row, step;
+    Size stride;
 
-    Word at(Size r, Size s) const { return *reinterpret_cast<const Word*>(words + r * row + s * step); }
-    Left from(Size r, Size s) const { return {words + r * row + s * step, row, step}; }
+    Word at(Size row, Size step) const { return reinterpret_cast<const Word*>(words + row * stride)[step]; }
+    Left from(Size row, Size step) const { return {words + row * stride + step * Size(sizeof(Word)), stride}; }
 };
 
-// A matrix whose rows are the product's rows; the sum runs along each row.
 template <typename T>
 Left along_rows(const T* x, Size stride) {
-    return {reinterpret_cast<const char*>(x), stride * Size(sizeof(T)), sizeof(Word)};
-}
-
-// A packed matrix whose columns are the product's rows; each row of words is a step of the sum.
-inline Left across_rows(const void* words, Size columns) {
-    return {static_cast<const char*>(words), sizeof(Word), columns * Size(sizeof(Word))};
+    return {reinterpret_cast<const char*>(x), stride * Size(sizeof(T))};
 }
 
 template <typename T, int ROWS, int VECTORS>
@@ -155,10 +151,9 @@ inline void multiply_columns(Left a, const uint32_t* b, Size b_stride, Size step
         multiply_tile<T, 1, VECTORS>(a.from(row, 0), b, b_stride, steps, c + row * c_stride, c_stride, add);
 }
 
-// c [rows, columns] = a b, or c += a b if `add`; columns is a multiple of LANES.
 template <typename T>
-void multiply(Left a, const uint32_t* b, Size b_stride, Size steps, float* c, Size c_stride, Size rows, Size columns,
-              bool add) {
+void multiply_by_vectors(Left a, const uint32_t* b, Size b_stride, Size steps, float* c, Size c_stride, Size rows,
+                         Size columns, bool add) {
     Size column = 0;
     for (; column + TILE_LANES * LANES <= columns; column += TILE_LANES * LANES)
         multiply_columns<T, TILE_LANES>(a, b + column, b_stride, steps, c + column, c_stride, rows, add);
@@ -166,13 +161,129 @@ void multiply(Left a, const uint32_t* b, Size b_stride, Size steps, float* c, Si
         multiply_columns<T, 1>(a, b + column, b_stride, steps, c + column, c_stride, rows, add);
 }
 
+#ifdef __AMX_BF16__
+// A matrix unit (AMX) multiplies tiles of 16 rows of 16 words. Linux lets a process use it on request.
+constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+template <typename T>
+constexpr bool HAS_TILES = std::is_same_v<T, bf16>;  // whether the compiler knows of them
+const bool HAS_MATRIX_UNIT = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+
+// The shape of every tile: static, because the compiler knows only of the first bytes that the intrinsic reads.
+struct alignas(64) {
+    uint8_t palette = 1, unused[15] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+} tile_shapes;
+
+// A thread's tiles, as long as this lives.
+struct Tiles {
+    Tiles() {
+        if (HAS_MATRIX_UNIT) _tile_loadconfig(&tile_shapes);
+    }
+    ~Tiles() {
+        if (HAS_MATRIX_UNIT) _tile_release();
+    }
+};
+
+// Tiles 0 to 3 are sums, 4 and 5 are rows of a, 6 and 7 are columns of b.
+#define FOR_SUMS(WORK)                                   \
+    {                                                    \
+        WORK(0, 4, 6);                                   \
+        if constexpr (COLUMNS > 1) WORK(1, 4, 7);        \
+        if constexpr (ROWS > 1) WORK(2, 5, 6);           \
+        if constexpr (ROWS * COLUMNS > 2) WORK(3, 5, 7); \
+    }
+#define CLEAR(sum, row, column) _tile_zero(sum)
+#define LOAD(sum, row, column) _tile_loadd(sum, c + 16 * ((row - 4) * c_stride + column - 6), c_stride * 4)
+#define ADD_PRODUCT(sum, row, column) _tile_dpbf16ps(sum, row, column)
+#define STORE(sum, row, column) _tile_stored(sum, c + 16 * ((row - 4) * c_stride + column - 6), c_stride * 4)
+
+// c [16 * ROWS, 16 * COLUMNS] = a b, or c += a b if `add`; `steps` is a multiple of 16.
+template <int ROWS, int COLUMNS>
+void multiply_tiles(Left a, const uint32_t* b, Size b_stride, Size steps, float* c, Size c_stride, bool add) {
+    if (add) FOR_SUMS(LOAD) else FOR_SUMS(CLEAR)
+    for (Size step = 0; step < steps; step += 16) {
+        _tile_loadd(4, a.from(0, step).words, a.stride);
+        if constexpr (ROWS > 1) _tile_loadd(5, a.from(16, step).words, a.stride);
+        _tile_loadd(6, b + step * b_stride, b_stride * 4);
+        if constexpr (COLUMNS > 1) _tile_loadd(7, b + step * b_stride + 16, b_stride * 4);
+        FOR_SUMS(ADD_PRODUCT)
+    }
+    FOR_SUMS(STORE)
+}
+#else
+template <typename T>
+constexpr bool HAS_TILES = false;
+struct Tiles {
+    Tiles() {}
+};
+#endif
+
+// The rows of a block of a product: with so many, few or none are left over for narrower tiles.
+template <typename T>
+constexpr Size BLOCK_ROWS = HAS_TILES<T> ? 64 : 16 * TILE_ROWS;
+
+// c [rows, columns] = a b, or c += a b if `add`; columns is a multiple of LANES.
+template <typename T>
+void multiply(Left a, const uint32_t* b, Size b_stride, Size steps, float* c, Size c_stride, Size rows, Size columns,
+              bool add) {
+#ifdef __AMX_BF16__
+    const Size tiled_steps = steps / 16 * 16, tiled_rows = rows / 16 * 16;
+    if (HAS_TILES<T> && HAS_MATRIX_UNIT && tiled_steps && tiled_rows) {
+        for (Size column = 0; column < columns; column += 32)
+            for (Size row = 0; row < tiled_rows; row += 32) {
+                const bool two_rows = row + 16 < tiled_rows, two_columns = column + 16 < columns;
+                const auto work = two_rows ? (two_columns ? multiply_tiles<2, 2> : multiply_tiles<2, 1>)
+                                           : (two_columns ? multiply_tiles<1, 2> : multiply_tiles<1, 1>);
+                work(a.from(row, 0), b + column, b_stride, tiled_steps, c + row * c_stride + column, c_stride, add);
+            }
+        if (tiled_steps < steps)
+            multiply_by_vectors<T>(a.from(0, tiled_steps), b + tiled_steps * b_stride, b_stride, steps - tiled_steps, c,
+                                   c_stride, tiled_rows, columns, true);
+        a = a.from(tiled_rows, 0), c += tiled_rows * c_stride, rows -= tiled_rows;
+    }
+#endif
+    multiply_by_vectors<T>(a, b, b_stride, steps, c, c_stride, rows, columns, add);
+}
+
+#ifdef __AVX512F__
+// Transpose a block of LANES rows of LANES words; `columns` is the distance of the rows of `out`.
+inline void transpose_block(Left x, uint32_t* out, Size columns) {
+    Words rows[LANES], lane;
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) rows[i] = *reinterpret_cast<const Words*>(x.from(i, 0).words), lane[i] = i;
+#pragma GCC unroll 4
+    for (int half = LANES / 2; half > 0; half /= 2) {  // swap the upper right and the lower left of each square
+        const Words is_right = Words((lane & half) != 0);
+        const Words upper = lane + (is_right & (int(LANES) - half)), lower = upper + half;
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++)
+            if ((i & half) == 0) {
+                const auto first = __m512i(rows[i]), second = __m512i(rows[i + half]);
+                rows[i] = Words(_mm512_permutex2var_epi32(first, __m512i(upper), second));
+                rows[i + half] = Words(_mm512_permutex2var_epi32(first, __m512i(lower), second));
+            }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) *reinterpret_cast<Words*>(out + i * columns) = rows[i];
+}
+#endif
+
 // Pack x [rows, size] for a sum over `size`: `out` is [size in words, columns]; columns beyond `rows` are 0.
 template <typename T>
 void pack_transposed(const T* x, Size stride, Size rows, Size size, uint32_t* out, Size columns) {
     const Size steps = in_words<T>(size);
     const Left words = along_rows(x, stride);
+    Size block_rows = 0, block_steps = 0;
+#ifdef __AVX512F__
+    block_rows = rows / LANES * LANES, block_steps = steps / LANES * LANES;
+    for (Size row = 0; row < block_rows; row += LANES)
+        for (Size step = 0; step < block_steps; step += LANES)
+            transpose_block(words.from(row, step), out + step * columns + row, columns);
+#endif
     for (Size row = 0; row < rows; row++)
-        for (Size step = 0; step < steps; step++) out[step * columns + row] = words.at(row, step);
+        for (Size step = row < block_rows ? block_steps : 0; step < steps; step++)
+            out[step * columns + row] = words.at(row, step);
     for (Size step = 0; step < steps; step++) std::fill(out + step * columns + rows, out + (step + 1) * columns, 0);
 }
 
@@ -191,74 +302,6 @@ void pack(const From* x, Size stride, Size rows, Size size, uint32_t* out, Size 
             for (Size i = 0; i < size; i++) out[i] = (bf16_bits(first[i]) | bf16_bits(second[i]) << 16) & kept;
         }
         std::fill(out + size, out + columns, 0);
-    }
-}
-
-// Most steps of one sum in float32. Longer sums are split and their parts added up, as a large sum loses small terms
-// (relative errors of weight gradients over 16,384 tokens were 1.5e-6, and are 3e-7).
-constexpr Size STEPS_OF_A_SUM = 256;
-
-// sum [rows, columns] += transposed grad [tokens, rows] times x [tokens, columns]; columns is a multiple of LANES.
-//
-// x is packed once, in panels as wide as a tile. Each thread packs a block of grad's columns, which stays in the core's
-// cache together with a panel. `sum` is read and written once for STEPS_OF_A_SUM steps.
-template <typename T>
-void add_product(const T* grad, Size grad_stride, const T* x, Size x_stride, float* sum, Size sum_stride, Size tokens,
-                 Size rows, Size columns) {
-    constexpr Size PANEL = TILE_LANES * LANES, BLOCK = 16 * TILE_ROWS;
-    const Size steps = in_words<T>(tokens), panels = up_to_multiple(columns, PANEL) / PANEL;
-    std::vector<uint32_t> packed(panels * steps * PANEL);
-#pragma omp parallel
-    {
-        std::vector<uint32_t> packed_grad(steps * BLOCK);
-#pragma omp for schedule(dynamic)
-        for (Size panel = 0; panel < panels; panel++)
-            pack<T>(x + panel * PANEL, x_stride, tokens, std::min(PANEL, columns - panel * PANEL),
-                    packed.data() + panel * steps * PANEL, PANEL);
-#pragma omp for schedule(dynamic)
-        for (Size first = 0; first < rows; first += BLOCK) {
-            const Size count = std::min(BLOCK, rows - first);
-            pack<T>(grad + first, grad_stride, tokens, count, packed_grad.data(), BLOCK);
-            for (Size panel = 0; panel < panels; panel++)
-                for (Size step = 0; step < steps; step += STEPS_OF_A_SUM)
-                    multiply<T>(across_rows(packed_grad.data(), BLOCK).from(0, step),
-                                packed.data() + (panel * steps + step) * PANEL, PANEL,
-                                std::min(STEPS_OF_A_SUM, steps - step), sum + first * sum_stride + panel * PANEL,
-                                sum_stride, count, std::min(PANEL, columns - panel * PANEL), true);
-        }
-    }
-}
-
-// -- SwiGLU
-
-inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
-
-template <typename T>
-void swiglu(const T* gate_up, T* out, Size rows, Size width) {
-#pragma omp parallel for schedule(static)
-    for (Size row = 0; row < rows; row++) {
-        const T *gate = gate_up + row * 2 * width, *up = gate + width;
-        T* to = out + row * width;
-#pragma omp simd
-        for (Size i = 0; i < width; i++) {
-            float g = to_float(gate[i]);
-            store(to[i], g * sigmoid(g) * to_float(up[i]));
-        }
-    }
-}
-
-template <typename T>
-void swiglu_backward(const T* gate_up, const T* grad, T* grad_gate_up, Size rows, Size width) {
-#pragma omp parallel for schedule(static)
-    for (Size row = 0; row < rows; row++) {
-        const T *gate = gate_up + row * 2 * width, *up = gate + width, *from = grad + row * width;
-        T *grad_gate = grad_gate_up + row * 2 * width, *grad_up = grad_gate + width;
-#pragma omp simd
-        for (Size i = 0; i < width; i++) {
-            float g = to_float(gate[i]), d = to_float(from[i]), s = sigmoid(g);
-            store(grad_up[i], d * g * s);
-            store(grad_gate[i], d * to_float(up[i]) * s * (1.0f + g * (1.0f - s)));
-        }
     }
 }
 
@@ -303,11 +346,11 @@ void softmax(T* logits, float* greatest, float* sums, Size rows, Size width) {
 
 // -- causal attention, forward and backward
 //
-// A thread takes one head of one sample, and computes a block of queries with a block of keys at a time, whose scores
-// stay in the core's cache. Blocks in which no query sees a key are skipped. Sums are in float32; in bf16, factors of
-// products are rounded to bf16.
+// A thread takes one head of one sample, and computes a block of scores at a time, which stays in the core's cache:
+// its rows are queries in a forward, keys in a backward. Blocks in which no query sees a key are skipped. Sums are in
+// float32; in bf16, factors of products are rounded to bf16.
 
-constexpr Size QUERIES = 96, MOST_KEYS = 256;  // of a block: multiples of TILE_ROWS, and of TILE_LANES * LANES
+constexpr Size MOST_COLUMNS = 256;  // of a block: a multiple of TILE_LANES * LANES
 
 // The arguments of a call. query, key, value, out and grad are [b, n, s, d]; `strides` has their strides of batch, then
 // those of head and of position. `made` and the gradients are written, [s, b, n, d]; log_sums is [b, n, s].
@@ -334,13 +377,10 @@ struct Call {
     Size made_stride() const { return batch * heads * size; }
     Size width() const { return up_to_multiple(size, LANES); }
     Size steps() const { return in_words<T>(size); }
-    // The keys of a block, and the scores of a block; both are smaller for a short sequence.
-    Size keys() const { return std::min(MOST_KEYS, up_to_multiple(length, TILE_LANES * LANES)); }
-    Size block() const { return up_to_multiple(std::min(QUERIES, length), DEPTH<T>) * keys(); }
+    // The columns of a block, and its scores; both are smaller for a short sequence.
+    Size columns() const { return std::min(MOST_COLUMNS, up_to_multiple(length, TILE_LANES * LANES)); }
+    Size block() const { return up_to_multiple(std::min(BLOCK_ROWS<T>, length), DEPTH<T>) * columns(); }
 };
-
-// The number of keys that the query at a position sees, of the `seen` keys from `first` on.
-inline Size visible(Size position, Size first, Size seen) { return std::clamp(position + 1 - first, Size(0), seen); }
 
 template <typename T>
 void write_rows(const std::vector<float>& sums, Size rows, Size width, T* to, Size stride, Size size) {
@@ -349,13 +389,19 @@ void write_rows(const std::vector<float>& sums, Size rows, Size width, T* to, Si
         for (Size i = 0; i < size; i++) store(to[row * stride + i], sums[row * width + i]);
 }
 
+// Copy rows to a dense matrix: rows at the distance of a power of two drive each other out of the first cache.
+template <typename T>
+void copy_rows(const T* from, Size stride, Size rows, Size size, std::vector<T>& to) {
+    for (Size row = 0; row < rows; row++) std::copy_n(from + row * stride, size, to.begin() + row * size);
+}
+
 template <typename T>
 class Forward {
   public:
     explicit Forward(const Call<T>& call)
-        : width(call.width()), block_keys(call.keys()), keys(up_to_multiple(call.length, block_keys) * call.steps()),
-          values(in_words<T>(call.length) * width), scores(call.block()), sums(QUERIES * width), most(QUERIES),
-          total(QUERIES), weights(call.block()) {}
+        : width(call.width()), block_keys(call.columns()), keys(up_to_multiple(call.length, block_keys) * call.steps()),
+          values(in_words<T>(call.length) * width), scores(call.block()), sums(BLOCK_ROWS<T> * width),
+          most(BLOCK_ROWS<T>), total(BLOCK_ROWS<T>), weights(call.block()), query_rows(BLOCK_ROWS<T> * call.size) {}
 
     void operator()(const Call<T>& head) {
         for (Size first = 0; first < head.length; first += block_keys)
@@ -363,8 +409,9 @@ class Forward {
                             std::min(block_keys, head.length - first), head.size, keys.data() + first * head.steps(),
                             block_keys);
         pack<T>(head.value, head.stride(2), head.length, head.size, values.data(), width);
-        for (Size begin = 0; begin < head.length; begin += QUERIES) {
-            const Size end = std::min(begin + QUERIES, head.length);
+        for (Size begin = 0; begin < head.length; begin += BLOCK_ROWS<T>) {
+            const Size end = std::min(begin + BLOCK_ROWS<T>, head.length);
+            copy_rows(head.query + begin * head.stride(0), head.stride(0), end - begin, head.size, query_rows);
             for (Size first = 0; first < end; first += block_keys) attend(head, begin, end, first);
             for (Size row = 0; row < end - begin; row++) {
                 for (Size i = 0; i < width; i++) sums[row * width + i] *= float(1 / total[row]);
@@ -378,23 +425,22 @@ class Forward {
     // Add the block of keys from `first` on to the running softmax of the queries [begin, end).
     void attend(const Call<T>& head, Size begin, Size end, Size first) {
         const Size rows = end - begin, seen = std::min(end - first, block_keys), columns = up_to_multiple(seen, LANES);
-        multiply<T>(along_rows(head.query + begin * head.stride(0), head.stride(0)),
-                    keys.data() + first * head.steps(), block_keys, head.steps(), scores.data(), block_keys, rows,
-                    columns, false);
+        multiply<T>(along_rows(query_rows.data(), head.size), keys.data() + first * head.steps(), block_keys,
+                    head.steps(), scores.data(), block_keys, rows, columns, false);
         for (Size row = 0; row < rows; row++) {
-            const Size num_visible = visible(begin + row, first, seen);
-            const float *score = scores.data() + row * block_keys, scale = head.scale;
+            const Size visible = std::clamp(begin + row + 1 - first, Size(0), seen);
+            float *score = scores.data() + row * block_keys, greatest = first ? most[row] : -INFINITY, sum = 0;
+            const float scale = head.scale;
             T* weight = weights.data() + row * block_keys;
-            float greatest = first ? most[row] : -INFINITY, sum = 0;
+            std::fill(score + visible, score + columns, -INFINITY);
 #pragma omp simd reduction(max : greatest)
-            for (Size i = 0; i < num_visible; i++) greatest = score[i] * scale > greatest ? score[i] * scale : greatest;
+            for (Size i = 0; i < columns; i++) greatest = score[i] * scale > greatest ? score[i] * scale : greatest;
 #pragma omp simd reduction(+ : sum)
-            for (Size i = 0; i < num_visible; i++) {
+            for (Size i = 0; i < columns; i++) {
                 const float e = exponential(score[i] * scale - greatest);
                 sum += e;
                 store(weight[i], e);
             }
-            std::fill(weight + num_visible, weight + columns, T{});
             double before = 0;
             if (first) {
                 const float kept = exponential(most[row] - greatest);
@@ -412,26 +458,33 @@ class Forward {
     std::vector<uint32_t> keys, values;
     std::vector<float> scores, sums, most;
     std::vector<double> total;
-    std::vector<T> weights;
+    std::vector<T> weights, query_rows;
 };
 
 template <typename T>
 class Backward {
   public:
     explicit Backward(const Call<T>& call)
-        : width(call.width()), block_keys(call.keys()), keys(block_keys * call.steps()), values(keys.size()),
-          key_rows(in_words<T>(block_keys) * width), query_rows(in_words<T>(call.length) * width),
-          grad_rows(query_rows.size()), weights(call.block()), slopes(weights.size()), averages(call.length),
-          grad_query(call.length * width), grad_key(block_keys * width), grad_value(grad_key.size()) {
-        if (DEPTH<T> > 1) {  // float32 is multiplied as it is
-            weight_words.resize(weights.size() / DEPTH<T>), slope_words.resize(weight_words.size());
-            rounded_slopes.resize(weights.size());
-        }
-    }
+        : width(call.width()), queries(call.columns()), key_steps(in_words<T>(BLOCK_ROWS<T>)),
+          query_columns(up_to_multiple(call.length, queries) * call.steps()), grad_columns(query_columns.size()),
+          query_rows(in_words<T>(call.length) * width), grad_rows(query_rows.size()), key_rows(key_steps * width),
+          key_columns(key_rows.size()), slope_rows(key_steps * queries), scores(call.block()), slopes(scores.size()),
+          log_sums(up_to_multiple(call.length, queries)), averages(log_sums.size()),
+          grad_query(log_sums.size() * width), grad_key(BLOCK_ROWS<T> * width),
+          grad_value(grad_key.size()), sums(queries * width), rounded_weights(scores.size()),
+          rounded_slopes(scores.size()), dense_keys(BLOCK_ROWS<T> * call.size), dense_values(dense_keys.size()) {}
 
     void operator()(const Call<T>& head) {
         pack<T>(head.query, head.stride(0), head.length, head.size, query_rows.data(), width);
         pack<T>(head.grad, head.stride(4), head.length, head.size, grad_rows.data(), width);
+        for (Size begin = 0; begin < head.length; begin += queries) {
+            const Size count = std::min(queries, head.length - begin), start = begin * head.steps();
+            pack_transposed(head.query + begin * head.stride(0), head.stride(0), count, head.size,
+                            query_columns.data() + start, queries);
+            pack_transposed(head.grad + begin * head.stride(4), head.stride(4), count, head.size,
+                            grad_columns.data() + start, queries);
+        }
+        std::copy(head.log_sums, head.log_sums + head.length, log_sums.begin());
         for (Size row = 0; row < head.length; row++) {
             const T *out = head.out + row * head.stride(3), *grad = head.grad + row * head.stride(4);
             float average = 0;
@@ -441,76 +494,72 @@ class Backward {
         }
         std::fill(grad_query.begin(), grad_query.end(), 0.0f);
         const Size stride = head.made_stride();
-        for (Size first = 0; first < head.length; first += block_keys) {
-            const Size count = std::min(block_keys, head.length - first);
-            const T *key = head.key + first * head.stride(1), *value = head.value + first * head.stride(2);
-            pack_transposed(key, head.stride(1), count, head.size, keys.data(), block_keys);
-            pack_transposed(value, head.stride(2), count, head.size, values.data(), block_keys);
-            pack<T>(key, head.stride(1), count, head.size, key_rows.data(), width);
+        for (Size first = 0; first < head.length; first += BLOCK_ROWS<T>) {
+            const Size count = std::min(BLOCK_ROWS<T>, head.length - first);
+            pack<T>(head.key + first * head.stride(1), head.stride(1), count, head.size, key_rows.data(), width);
+            copy_rows(head.key + first * head.stride(1), head.stride(1), count, head.size, dense_keys);
+            copy_rows(head.value + first * head.stride(2), head.stride(2), count, head.size, dense_values);
+            pack_transposed(key_rows.data(), width, in_words<T>(count), width, key_columns.data(), key_steps);
             std::fill(grad_key.begin(), grad_key.end(), 0.0f);
             std::fill(grad_value.begin(), grad_value.end(), 0.0f);
-            for (Size begin = first / QUERIES * QUERIES; begin < head.length; begin += QUERIES)
-                attend(head, begin, std::min(begin + QUERIES, head.length), first, count);
+            for (Size begin = first / queries * queries; begin < head.length; begin += queries)
+                attend(head, first, count, std::max(begin, first / LANES * LANES),
+                       std::min(begin + queries, head.length));
             write_rows(grad_key, count, width, head.grad_key + first * stride, stride, head.size);
             write_rows(grad_value, count, width, head.grad_value + first * stride, stride, head.size);
         }
-        write_rows(grad_query, head.length, width, head.grad_query, stride, head.size);
+        for (Size begin = 0; begin < head.length; begin += queries) {
+            const Size count = std::min(queries, head.length - begin);
+            pack_transposed(grad_query.data() + begin * width, queries, width, count,
+                            reinterpret_cast<uint32_t*>(sums.data()), width);
+            write_rows(sums, count, width, head.grad_query + begin * stride, stride, head.size);
+        }
     }
 
   private:
-    // Add to all gradients what the queries [begin, end) and the `count` keys from `first` on contribute.
-    void attend(const Call<T>& head, Size begin, Size end, Size first, Size count) {
-        const Size rows = end - begin, seen = std::min(end - first, count), columns = up_to_multiple(seen, LANES);
-        multiply<T>(along_rows(head.query + begin * head.stride(0), head.stride(0)), keys.data(), block_keys,
-                    head.steps(), weights.data(), block_keys, rows, columns, false);
-        multiply<T>(along_rows(head.grad + begin * head.stride(4), head.stride(4)), values.data(), block_keys,
-                    head.steps(), slopes.data(), block_keys, rows, columns, false);
-        for (Size row = 0; row < rows; row++) {
-            const Size num_visible = visible(begin + row, first, seen);
-            float *weight = weights.data() + row * block_keys, *slope = slopes.data() + row * block_keys;
-            const float log_sum = head.log_sums[begin + row], average = averages[begin + row], scale = head.scale;
+    // Add to all gradients what the `count` keys from `first` on and the queries [begin, end) contribute.
+    void attend(const Call<T>& head, Size first, Size count, Size begin, Size end) {
+        const Size seen = end - begin, columns = up_to_multiple(seen, LANES), column = begin % queries;
+        const Size panel = begin - column, start = panel * head.steps() + column;
+        multiply<T>(along_rows(dense_keys.data(), head.size), query_columns.data() + start,
+                    queries, head.steps(), scores.data(), queries, count, columns, false);
+        multiply<T>(along_rows(dense_values.data(), head.size), grad_columns.data() + start,
+                    queries, head.steps(), slopes.data(), queries, count, columns, false);
+        for (Size row = 0; row < count; row++) {
+            const Size hidden = std::clamp(first + row - begin, Size(0), seen);  // queries before the key
+            float *score = scores.data() + row * queries, *slope = slopes.data() + row * queries;
+            const float *log_sum = log_sums.data() + begin, *average = averages.data() + begin, scale = head.scale;
+            T *weights = rounded_weights.data() + row * queries, *to = rounded_slopes.data() + row * queries;
+            std::fill(score, score + hidden, -INFINITY);
+            std::fill(score + seen, score + columns, -INFINITY);
 #pragma omp simd
-            for (Size i = 0; i < num_visible; i++) {
-                weight[i] = exponential(weight[i] * scale - log_sum);
-                slope[i] = weight[i] * (slope[i] - average) * scale;
+            for (Size i = 0; i < columns; i++) {
+                const float weight = exponential(score[i] * scale - log_sum[i]);
+                store(weights[i], weight);
+                store(to[i], weight * (slope[i] - average[i]) * scale);
             }
-            std::fill(weight + num_visible, weight + columns, 0.0f);
-            std::fill(slope + num_visible, slope + columns, 0.0f);
         }
-        const Size steps = in_words<T>(rows), done = begin / DEPTH<T> * width;
-        multiply<T>(by_keys(weights, weight_words, rows, columns), grad_rows.data() + done, width, steps,
-                    grad_value.data(), width, seen, width, true);
-        multiply<T>(by_keys(slopes, slope_words, rows, columns), query_rows.data() + done, width, steps,
-                    grad_key.data(), width, seen, width, true);
-        multiply<T>(by_queries(rows, columns), key_rows.data(), width, in_words<T>(seen),
-                    grad_query.data() + begin * width, width, rows, width, true);
+        const Size steps = in_words<T>(seen), done = begin / DEPTH<T> * width;
+        multiply<T>(along_rows(rounded_weights.data(), queries), grad_rows.data() + done, width, steps,
+                    grad_value.data(), width, count, width, true);
+        multiply<T>(along_rows(rounded_slopes.data(), queries), query_rows.data() + done, width, steps,
+                    grad_key.data(), width, count, width, true);
+        pack<T>(rounded_slopes.data(), queries, count, columns, slope_rows.data(), queries);
+        multiply<T>(along_rows(key_columns.data(), key_steps), slope_rows.data(), queries, in_words<T>(count),
+                    grad_query.data() + panel * width + column, queries, width, columns, true);
     }
 
-    // A block [queries, keys] as the left factor of a sum over queries; below, the slopes for a sum over keys.
-    Left by_keys(const std::vector<float>& block, std::vector<uint32_t>& words, Size rows, Size columns) {
-        if (DEPTH<T> == 1) return across_rows(block.data(), block_keys);
-        pack<T>(block.data(), block_keys, rows, columns, words.data(), block_keys);
-        return across_rows(words.data(), block_keys);
-    }
-    Left by_queries(Size rows, Size columns) {
-        if constexpr (DEPTH<T> == 1) {
-            return along_rows(slopes.data(), block_keys);
-        } else {
-            write_rows(slopes, rows, block_keys, rounded_slopes.data(), block_keys, columns);
-            return along_rows(rounded_slopes.data(), block_keys);
-        }
-    }
-
-    const Size width, block_keys;
-    std::vector<uint32_t> keys, values, key_rows, query_rows, grad_rows, weight_words, slope_words;
-    std::vector<float> weights, slopes, averages, grad_query, grad_key, grad_value;
-    std::vector<T> rounded_slopes;
+    const Size width, queries, key_steps;
+    std::vector<uint32_t> query_columns, grad_columns, query_rows, grad_rows, key_rows, key_columns, slope_rows;
+    std::vector<float> scores, slopes, log_sums, averages, grad_query, grad_key, grad_value, sums;
+    std::vector<T> rounded_weights, rounded_slopes, dense_keys, dense_values;
 };
 
 template <template <typename> class Pass, typename T>
 void every_head(const Call<T>& call) {
 #pragma omp parallel
     {
+        const Tiles tiles;
         Pass<T> pass(call);
 #pragma omp for schedule(dynamic)
         for (Size number = 0; number < call.batch * call.heads; number++) pass(call.for_head(number));
@@ -522,14 +571,6 @@ void every_head(const Call<T>& call) {
 // -- what Python calls, for each type
 
 #define KERNELS(T, type)                                                                                              \
-    void add_product_##type(const T* grad, Size grad_stride, const T* x, Size x_stride, float* sum, Size sum_stride,  \
-                            Size tokens, Size rows, Size columns) {                                                   \
-        add_product(grad, grad_stride, x, x_stride, sum, sum_stride, tokens, rows, columns);                          \
-    }                                                                                                                 \
-    void swiglu_##type(const T* x, T* out, Size rows, Size width) { swiglu(x, out, rows, width); }                    \
-    void swiglu_backward_##type(const T* x, const T* grad, T* grad_x, Size rows, Size width) {                        \
-        swiglu_backward(x, grad, grad_x, rows, width);                                                                \
-    }                                                                                                                 \
     void softmax_##type(T* logits, float* greatest, float* sums, Size rows, Size width) {                             \
         softmax(logits, greatest, sums, rows, width);                                                                 \
     }                                                                                                                 \

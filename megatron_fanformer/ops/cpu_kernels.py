@@ -1,11 +1,10 @@
 """This project's kernels for a CPU (`cpu_kernels.cpp`), which the machine's C++ compiler builds once.
 
 After `load`, a process can use the kernels on tensors in float32 or bf16 that `can_take` accepts; for other tensors the
-callers use PyTorch's operations. A kernel rounds its result once, PyTorch after each operation. Each kernel saves at
-least 3% of a training step in bf16 or float32 on a CPU with AVX512-BF16 (docs/lab-log.md).
+callers use PyTorch's operations. A kernel rounds its result once, PyTorch after each operation. In bf16, products use
+the CPU's matrix unit (AMX) or AVX512-BF16. docs/lab-log.md has the part of a training step that each kernel saves.
 
-Shapes: of attention as in `attention`, of products as in `matrices`; c tokens of a chunk, v columns of the vocabulary,
-f inner size of the MLP.
+Shapes: of attention as in `attention`; c tokens of a chunk, v columns of the vocabulary.
 """
 
 import ctypes
@@ -32,7 +31,6 @@ OPTIONS = (
 MOST_SECONDS = 120  # of one call of the compiler
 TYPES = (torch.float32, torch.bfloat16)
 WORD_BYTES = 4  # the unit in which a kernel reads the factors of a product
-VECTOR_BYTES = 64  # of the widest vectors of a CPU
 
 _library: Any = None
 _problem: str | None = "they were not loaded"
@@ -113,34 +111,6 @@ def can_take(*tensors: Tensor) -> bool:
 def _is_readable(tensor: Tensor) -> bool:
     """Return whether kernels can read a tensor: a plain one (not simulated or traced), on a CPU, and dense in rows."""
     return type(tensor) in (Tensor, Parameter) and tensor.device.type == "cpu" and tensor.stride(-1) == 1
-
-
-def swiglu(gate_and_up: Tensor) -> Tensor:
-    """Return silu(gate) * up, [..., f], of [gate | up], [..., 2 f]."""
-    gate_and_up, width = gate_and_up.contiguous(), gate_and_up.shape[-1] // 2
-    out = gate_and_up.new_empty(*gate_and_up.shape[:-1], width)
-    _call("swiglu", gate_and_up, out, out.numel() // width, width)
-    return out
-
-
-def swiglu_backward(gate_and_up: Tensor, grad: Tensor) -> Tensor:
-    """Return the gradient of [gate | up], [..., 2 f], from the gradient of `swiglu`'s result, [..., f]."""
-    gate_and_up, grad = gate_and_up.contiguous(), grad.contiguous()
-    grad_both = torch.empty_like(gate_and_up)
-    _call("swiglu_backward", gate_and_up, grad, grad_both, grad.numel() // grad.shape[-1], grad.shape[-1])
-    return grad_both
-
-
-def can_take_product(sum_oh: Tensor, grad_no: Tensor, x_nh: Tensor) -> bool:
-    """Return whether `add_product` can take the tensors: the sum must be in float32, and its rows whole vectors."""
-    has_whole_vectors = sum_oh.shape[-1] * sum_oh.element_size() % VECTOR_BYTES == 0
-    return can_take(grad_no, x_nh) and _is_readable(sum_oh) and sum_oh.dtype == torch.float32 and has_whole_vectors
-
-
-def add_product(sum_oh: Tensor, grad_no: Tensor, x_nh: Tensor) -> None:
-    """Add grad^T x to the sums in place."""
-    grad, x, sums = ((tensor, tensor.stride(0)) for tensor in (grad_no, x_nh, sum_oh))
-    _call("add_product", *grad, *x, *sums, len(x_nh), *sum_oh.shape)
 
 
 def softmax(logits_cv: Tensor) -> tuple[Tensor, Tensor]:

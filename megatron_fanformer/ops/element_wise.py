@@ -1,8 +1,7 @@
 """Element-wise functions of a layer: SwiGLU and RMSNorm, with gradients written by hand; rotary positions.
 
 On a CPU each operation of PyTorch is a pass over memory, and automatic differentiation makes more passes than needed.
-In float32 outputs equal those of PyTorch's operations bit for bit, except SwiGLU's by a kernel of `cpu_kernels`.
-Gradients are summed in another order.
+In float32 outputs equal those of PyTorch's operations bit for bit. Gradients are summed in another order.
 
 Shapes: h hidden size, f inner size of the MLP, s sequence, b micro batch, n heads, d head size.
 """
@@ -12,8 +11,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from megatron_fanformer.ops import cpu_kernels
 
 
 def swiglu(gate_and_up: Tensor) -> Tensor:
@@ -25,16 +22,12 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_and_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_and_up)
-        if cpu_kernels.can_take(gate_and_up):
-            return cpu_kernels.swiglu(gate_and_up)
         gate, up = gate_and_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (gate_and_up,) = ctx.saved_tensors
-        if cpu_kernels.can_take(gate_and_up, grad):
-            return cpu_kernels.swiglu_backward(gate_and_up, grad)
         gate, up = gate_and_up.chunk(2, dim=-1)
         grad_both = torch.empty_like(gate_and_up)
         grad_gate, grad_up = grad_both.chunk(2, dim=-1)

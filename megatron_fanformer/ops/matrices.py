@@ -8,8 +8,6 @@ import functools
 import torch
 from torch import Tensor
 
-from megatron_fanformer.ops import cpu_kernels
-
 TERMS = 4096
 """Number of squares that are summed in float32. On a CPU, torch's norm sums all squares in float32, and a large sum
 loses small terms: the norm of 25 million numbers came out 1.4e-3 too small (torch 2.13, any instruction set). If sums
@@ -33,13 +31,11 @@ def norm(tensor: Tensor) -> Tensor:
 
 
 def add_product(sum_oh: Tensor, grad_no: Tensor, x_nh: Tensor) -> None:
-    """Add grad^T x to `sum_oh` in place; terms are summed in the type of `sum_oh` where a kernel can do that."""
+    """Add grad^T x to `sum_oh` in place; terms are summed in the type of `sum_oh` where torch can do that."""
     if sum_oh.dtype == x_nh.dtype:
         sum_oh.addmm_(grad_no.t(), x_nh)
     elif adds_to_wider(sum_oh.dtype, x_nh.dtype, sum_oh.device):
         torch.addmm(sum_oh, grad_no.t(), x_nh, out_dtype=sum_oh.dtype, out=sum_oh)
-    elif cpu_kernels.can_take_product(sum_oh, grad_no, x_nh):
-        cpu_kernels.add_product(sum_oh, grad_no, x_nh)
     else:
         for sums, grad in zip(sum_oh.split(ROWS_A_BLOCK), grad_no.split(ROWS_A_BLOCK, dim=1), strict=True):
             sums.add_(grad.t() @ x_nh)

@@ -18,8 +18,6 @@ from torch import Tensor
 from megatron_fanformer.ops import cpu_kernels
 from megatron_fanformer.ops.attention import attention
 from megatron_fanformer.ops.cross_entropy import exponentials
-from megatron_fanformer.ops.element_wise import swiglu
-from tests.ops.test_element_wise import plain_swiglu
 from tests.small_runs import write_program
 
 ROUNDED_ONCE = 2.0**-9  # relative: of the norm of many elements, each rounded to bf16 (1.7e-3; rounded twice, 2.4e-3)
@@ -27,7 +25,6 @@ PYTORCHS_SUM = 5e-7  # measured 4e-7
 OF_FEW = 1.01 * 2.0**-8  # the most that it changes a single one
 SUMMED = 2 * ROUNDED_ONCE  # attention sums rounded products; PyTorch's own gradients are 4.6e-3 off
 IN_FLOAT32 = 2e-6  # of a norm: a few roundings, and exp to a unit in the last place
-LONG_PRODUCT = 4e-7  # of a norm, terms of either sign: measured 3.1e-7 from 300 terms to 16,384, of bf16 2e-7
 LONG_SUM = 3e-7  # of a float32 sum of any length: measured 7e-8 on every instruction set, PyTorch's 4e-7
 LONG_ATTENTION = 7e-7  # of a norm, 4,096 keys and queries: measured 4.5e-7, PyTorch's 4.6e-7
 TYPES = [torch.float32, torch.bfloat16]
@@ -97,33 +94,6 @@ def test_softmax_of_a_row(kernels: None, columns: int, dtype: torch.dtype) -> No
     assert (logits[2] / sums[2]).isnan().all()
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("inputs", [4 * torch.randn(3, 5, 74), torch.tensor([[-200.0, -89, -60, 60, 89, 200] * 2])])
-def test_swiglu_and_its_gradient_are_rounded_once(kernels: None, inputs: Tensor, dtype: torch.dtype) -> None:
-    x = inputs.to(dtype)
-    assert cpu_kernels.can_take(x)
-    grad = torch.randn(*x.shape[:-1], x.shape[-1] // 2).to(dtype)
-    made, exact = gradients(swiglu, [x], grad), gradients(plain_swiglu, [x.double()], grad)
-    for own, right in zip(made, exact, strict=True):
-        assert own.dtype == dtype
-        assert_rounded(own, right, ROUNDED_ONCE if own.numel() > 100 else OF_FEW)
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize(("tokens", "rows", "columns"), [(1, 1, 16), (7, 5, 32), (300, 101, 208), (16_384, 13, 32)])
-def test_products_are_added(kernels: None, tokens: int, rows: int, columns: int, dtype: torch.dtype) -> None:
-    """To a part of a sum, from parts of rows, without an error but those of float32."""
-    sums, grads = torch.randn(rows + 4, columns + 7), torch.randn(tokens, rows + 3).to(dtype)
-    xs = torch.randn(tokens, columns + 5).to(dtype)
-    sum_oh, grad_no, x_nh = sums[2:-2, :columns], grads[:, 3:], xs[:, 5:]
-    expected, others = sum_oh.double() + grad_no.double().t() @ x_nh.double(), sums.clone()
-    assert cpu_kernels.can_take_product(sum_oh, grad_no, x_nh)
-    cpu_kernels.add_product(sum_oh, grad_no, x_nh)
-    assert (sum_oh.double() - expected).norm() <= LONG_PRODUCT * expected.norm()
-    others[2:-2, :columns] = sum_oh
-    assert torch.equal(sums, others)
-
-
 def assert_causal_attention(
     length: int, size: int, dtype: torch.dtype, *, batch: int = 2, heads: int = 3, most: float = IN_FLOAT32
 ) -> None:
@@ -167,7 +137,6 @@ def test_what_they_cannot_take_is_left_to_pytorch(kernels: None) -> None:
     assert cpu_kernels.can_take_attention(heads, heads, heads)
     assert not cpu_kernels.can_take_attention(heads, heads[:, :1], heads[:, :1])  # groups of queries
     assert not cpu_kernels.can_take_attention(*[heads[..., :3]] * 3)  # a half word
-    assert not cpu_kernels.can_take_product(torch.ones(4, 15), bf16, bf16)  # not whole vectors
 
 
 def test_they_are_built_once(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
