@@ -165,7 +165,7 @@ void multiply_by_vectors(Left a, const uint32_t* b, Size b_stride, Size steps, f
 // A matrix unit (AMX) multiplies tiles of 16 rows of 16 words. Linux lets a process use it on request.
 constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
 template <typename T>
-constexpr bool HAS_TILES = std::is_same_v<T, bf16>;  // whether the compiler knows of them
+constexpr bool HAS_TILES = std::is_same_v<T, bf16>;  // for factors of this type
 const bool HAS_MATRIX_UNIT = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
 
 // The shape of every tile: static, because the compiler knows only of the first bytes that the intrinsic reads.
@@ -269,7 +269,7 @@ inline void transpose_block(Left x, uint32_t* out, Size columns) {
 }
 #endif
 
-// Pack x [rows, size] for a sum over `size`: `out` is [size in words, columns]; columns beyond `rows` are 0.
+// Pack x [rows, size] for a sum over `size`: `out`, which may be floats, is [size in words, columns], 0 beyond `rows`.
 template <typename T>
 void pack_transposed(const T* x, Size stride, Size rows, Size size, uint32_t* out, Size columns) {
     const Size steps = in_words<T>(size);
@@ -283,7 +283,7 @@ void pack_transposed(const T* x, Size stride, Size rows, Size size, uint32_t* ou
 #endif
     for (Size row = 0; row < rows; row++)
         for (Size step = row < block_rows ? block_steps : 0; step < steps; step++)
-            out[step * columns + row] = words.at(row, step);
+            *reinterpret_cast<Word*>(out + step * columns + row) = words.at(row, step);
     for (Size step = 0; step < steps; step++) std::fill(out + step * columns + rows, out + (step + 1) * columns, 0);
 }
 
