@@ -29,7 +29,7 @@ class Baseline:
     scales: dict[str, Errors]
     """By kind, then by name: the tensor's norm; for a weight, the larger norm of the change and the rounding."""
     last_places: Errors
-    """By the name of a weight: a unit in the last place of its largest element, divided by the weight's scale."""
+    """By the name of a weight: what another rounding of one element, or of its optimizer state, may change; relative."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +80,8 @@ class Bounds:
                 yield finding
 
 
-def baseline_of(trace: Trace, epsilon: float = FLOAT32_EPSILON) -> Baseline:
-    """Return the baseline of a single process's trace; `epsilon` is the machine epsilon of the weights' type."""
+def baseline_of(trace: Trace, epsilon: float = FLOAT32_EPSILON, state_epsilon: float = FLOAT32_EPSILON) -> Baseline:
+    """Return the baseline of a single process's trace, given the machine epsilon of the weights and optimizer states."""
     tensors = {kind: _assemble(getattr(trace, kind)) for kind in KINDS}
     initial = _assemble(trace.initial)
     changes = {name: weight - initial[name] for name, weight in tensors["weights"].items()}
@@ -90,12 +90,10 @@ def baseline_of(trace: Trace, epsilon: float = FLOAT32_EPSILON) -> Baseline:
         norms = {name: _norm(tensor) for name, tensor in tensors_by_name.items()}
         smallest = SMALLEST_SCALE * max(norms.values())
         scales[kind] = {name: max(norm, smallest) for name, norm in norms.items()}
+    places = {}
     for name, weight in tensors["weights"].items():  # changes below the weight's rounding are only noise
-        scales["weights"][name] = max(scales["weights"][name], epsilon * _norm(weight))
-    places = {
-        name: epsilon * float(np.abs(weight).max()) / scales["weights"][name]
-        for name, weight in tensors["weights"].items()
-    }
+        scale = scales["weights"][name] = max(scales["weights"][name], epsilon * _norm(weight))
+        places[name] = float(max(epsilon * np.abs(weight).max(), state_epsilon * np.abs(changes[name]).max())) / scale
     return Baseline(losses=trace.losses, tensors=tensors, scales=scales, last_places=places)
 
 
@@ -115,12 +113,10 @@ def bounds_from(noise: list[Differences], last_places: Errors) -> Bounds:
     """Return bounds: `FACTOR` times the largest differences in `noise`, which come from rounding alone.
 
     With few runs, some tensor shows hardly any noise by chance. Therefore the noise of a tensor counts as at least the
-    noise of the median tensor of the same kind. The noise of a weight counts as at least a unit in the last place: two
-    updates that differ by a millionth mostly round to the same weight, so few runs do not show this noise everywhere.
-    The noise of a step's loss counts as at least the noise of earlier losses, and of the tokens' losses, its summands.
+    noise of the median tensor of the same kind, and that of a weight as at least its `last_places`. The noise of a
+    step's loss counts as at least the noise of earlier losses, and of the tokens' losses, its summands.
     """
-    steps = range(len(noise[0].losses))
-    loss_noise = [max(max(run.losses[: step + 1]) for run in noise) for step in steps]
+    loss_noise = [max(max(run.losses[:steps]) for run in noise) for steps in range(1, len(noise[0].losses) + 1)]
     tensors = {}
     for kind in KINDS:
         worst = {name: max(run.tensors[kind][name] for run in noise) for name in noise[0].tensors[kind]}

@@ -147,17 +147,19 @@ def calibrate(config: ParityConfig, run: RunConfig, layouts: list[Layout], pool:
     single = single_process(config.transformer_impl).parallel
     small = shrink(run.model, run.training.micro_batch_size, [layout.parallel for layout in layouts])
     trial = trial_of(config, run, small, pool.device)
-    baseline = baseline_of(pool.run(1, run_trial, trial, single)[0], torch.finfo(torch_dtype(config.dtype)).eps)
+    dtypes = (config.dtype, trial.optimizer.exp_avg_dtype, trial.optimizer.exp_avg_sq_dtype)
+    epsilon, *state_epsilons = (torch.finfo(torch_dtype(dtype)).eps for dtype in dtypes)
+    baseline = baseline_of(pool.run(1, run_trial, trial, single)[0], epsilon, max(state_epsilons))
     noise = [
         differences(baseline, pool.run(1, run_trial, trial, single, number)) for number in range(1, REORDERED_RUNS + 1)
     ]
     if config.dtype != "fp32":
         # Ranks round partial sums to bf16 before they add them, which no reordering of a single process does. A run in
         # fp32 shows how much such rounding changes.
-        exact = dataclasses.replace(trial, dtype="fp32")
-        noise.append(differences(baseline, pool.run(1, run_trial, exact, single)))
-    bounds = bounds_from(noise, baseline.last_places)
-    return Calibration(small=small, trial=trial, baseline=baseline, noise=noise, bounds=bounds)
+        noise.append(differences(baseline, pool.run(1, run_trial, dataclasses.replace(trial, dtype="fp32"), single)))
+    return Calibration(
+        small=small, trial=trial, baseline=baseline, noise=noise, bounds=bounds_from(noise, baseline.last_places)
+    )
 
 
 def trial_of(config: ParityConfig, run: RunConfig, small: SmallRun, device: devices.DeviceKind) -> TrialConfig:

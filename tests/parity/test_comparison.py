@@ -32,7 +32,8 @@ def test_a_weight_in_the_next_last_place_is_rounding_and_a_missed_step_is_not() 
     """Where reordered runs happened to round every weight alike."""
     after = BEFORE + STEP
     baseline = baseline_of(trace_of(after))
-    bounds = bounds_from([differences(baseline, [trace_of(after)])] * 3, baseline.last_places)
+    noise = [differences(baseline, [trace_of(after)])] * 3
+    bounds = bounds_from(noise, baseline.last_places)
 
     def found_with(element: np.float32) -> list[str]:
         weight = after.copy()
@@ -43,5 +44,7 @@ def test_a_weight_in_the_next_last_place_is_rounding_and_a_missed_step_is_not() 
     extra.tensors["gradients"]["of another layer"] = math.inf
     assert [finding.name for finding in bounds.findings(extra)] == ["of another layer"]
     assert found_with(np.nextafter(after[-1], np.float32(2))) == []
-    assert found_with(BEFORE[-1]) == ["norm"]
-    assert found_with(after[-1] + STEP / 100) == ["norm"]  # of one element in 64
+    assert found_with(after[-1] + STEP / 100) == ["norm"]  # a hundredth of a step of one element in 64
+    bounds = bounds_from(noise, baseline_of(trace_of(after), state_epsilon=2**-7).last_places)
+    assert found_with(after[-1] + STEP * 2**-7) == []  # as the next moment in bf16 gives it
+    assert found_with(after[-1] + STEP / 10) == ["norm"]
