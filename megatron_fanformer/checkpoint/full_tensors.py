@@ -61,7 +61,7 @@ class LazyTensors(Mapping[str, Tensor]):
 
 
 def meta_of(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return tensors of the same names, shapes and types, without loading lazy ones."""
+    """Return the tensors; meta tensors of the same shapes and types in place of lazy ones, which stay unloaded."""
     return tensors.meta if isinstance(tensors, LazyTensors) else tensors
 
 
@@ -142,14 +142,14 @@ def write_full_tensors(
     """
     checkpoints = run / run_folder.CHECKPOINTS
     folder = run_folder.temporary_folder(checkpoints, 0)
-    meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in meta_of(tensors).items()}
+    planned = {name: torch.empty_like(tensor, device="meta") for name, tensor in meta_of(tensors).items()}
     writer = FileSystemWriter(folder, single_file_per_rank=False, sync_files=False)  # publishing flushes the files
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         try:
-            save(meta, storage_writer=writer, planner=_OneByOne(tensors), no_dist=True)
+            save(planned, storage_writer=writer, planner=_OneByOne(tensors), no_dist=True)
         except CheckpointException as error:  # a BaseException, which callers would not catch
-            ((reason, _), *_) = error.failures.values()
+            reason, _ = next(iter(error.failures.values()))  # of the only rank
             if isinstance(reason, FanformerError | KeyboardInterrupt):  # reading failed, not writing
                 raise reason from None
             raise RuntimeError(f"{folder} was not written ({reason})") from error

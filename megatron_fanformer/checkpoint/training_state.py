@@ -169,16 +169,16 @@ def set_scales(stages: list[Any], grid: RankGrid, loaded: dict[str, Any]) -> Non
             state.amax_history[:kept].copy_(history[:kept])
 
 
-def _fp8_layers(stages: list[Any], grid: RankGrid) -> Iterator[tuple[ShardedObject, Any]]:
+def _fp8_layers(chunks: list[Any], grid: RankGrid) -> Iterator[tuple[ShardedObject, Any]]:
     """Yield (shard, layer) for Transformer Engine's layers; nothing unless the recipe is `delayed`.
 
     The shard tells where a checkpoint stores the layer's scales: it is the ShardedObject of the layer's `_extra_state`,
     with another key and without data.
     """
-    config = stages[0].config
+    config = chunks[0].config
     if not config.fp8 or config.fp8_recipe != "delayed":
         return
-    for chunk in stages:
+    for chunk in chunks:
         for name, shard in chunk.sharded_state_dict(metadata=grid.sharding_metadata).items():
             if not name.endswith(EXTRA_STATE) or not isinstance(shard, ShardedObject):
                 continue

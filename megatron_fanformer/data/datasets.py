@@ -293,7 +293,7 @@ def index_folder(cache: Path, identity: Any) -> Iterator[Path]:
     locks: list[int] = []  # on rank 0: the file descriptor of the cache's lock
     try:
         is_complete = on_main(lambda: _prepare_folder(cache, folder, locks))
-        with _process_group() if is_main() else _reporting_unshared_cache(cache):
+        with _lone_process_group() if is_main() else _reporting_unshared_cache(cache):
             yield folder
         if not is_complete:
             on_main(lambda: write_atomically(folder / COMPLETE, "{}"))
@@ -325,7 +325,7 @@ def _prepare_folder(cache: Path, folder: Path, locks: list[int]) -> bool:
 
 
 @contextmanager
-def _process_group() -> Iterator[None]:
+def _lone_process_group() -> Iterator[None]:
     """Make a group of this rank alone if there is none: blends of megatron-core 0.16 ask for the rank."""
     if dist.is_initialized():
         yield

@@ -66,7 +66,7 @@ def ratio_mean(values: Sequence[float]) -> Mean:
     return Mean(math.exp(mean), None if interval is None else (math.exp(interval[0]), math.exp(interval[1])))
 
 
-def too_little(*, seeds: int, steps: int) -> str:
+def shortage(*, seeds: int, steps: int) -> str:
     """Return the reason why so few seeds or steps cannot show an effect; an empty text if there are enough."""
     if seeds < FEWEST_SEEDS:
         return f"{seeds} {'seed is' if seeds == 1 else 'seeds are'} fewer than {FEWEST_SEEDS}: inconclusive"

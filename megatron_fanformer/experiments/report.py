@@ -14,7 +14,7 @@ from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.configuration import flatten
 from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.experiments.intervals import mean_of, standard_error, t_quantile, too_little
+from megatron_fanformer.experiments.intervals import mean_of, shortage, standard_error, t_quantile
 from megatron_fanformer.experiments.outcomes import DETERMINING, determining_fields
 from megatron_fanformer.experiments.result import (
     README,
@@ -186,7 +186,7 @@ def _findings(dynamics: Dynamics) -> Iterator[Finding]:
     ):
         value, interval = mean_of(differences.mean(axis=1).tolist())
         claim = f"The paper has FANformer's loss {expected}: it shows if the interval lies {side} 0."
-        outcome = too_little(seeds=len(dynamics.seeds), steps=len(dynamics.steps))
+        outcome = shortage(seeds=len(dynamics.seeds), steps=len(dynamics.steps))
         shows = None
         if not outcome and interval is not None:
             if dynamics.is_paper_pair:

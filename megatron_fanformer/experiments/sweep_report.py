@@ -18,7 +18,7 @@ import numpy as np
 from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.cells import FITTED, Sweep, SweepConfig
-from megatron_fanformer.experiments.intervals import Fit, Mean, fit_together, holm, mean_of, p_value, saving, too_little
+from megatron_fanformer.experiments.intervals import Fit, Mean, fit_together, holm, mean_of, p_value, saving, shortage
 from megatron_fanformer.experiments.outcomes import (
     Group,
     Outcome,
@@ -166,9 +166,9 @@ def findings(config: SweepConfig, compared: Sequence[Comparison], *, steps: int)
     report = config.report
     for comparison in sorted(compared, key=lambda comparison: not comparison.is_primary):
         point, baseline, (value, interval) = comparison.point, comparison.baseline, comparison.mean
-        outcome = too_little(seeds=comparison.seeds, steps=steps)
+        outcome = shortage(seeds=comparison.seeds, steps=steps)
         shows = None
-        if not outcome and interval is not None:
+        if not outcome and interval is not None:  # enough seeds have an interval
             outcome = f"the 95% interval is {interval[0]:+.4f} to {interval[1]:+.4f}"
             if comparison.adjusted is not None:
                 shows = comparison.adjusted < SIGNIFICANT and value < 0
@@ -218,7 +218,7 @@ def _savings(sweep: Sweep, groups: Sequence[Group], fits: dict[str, Fit], steps:
     report = sweep.config.report
     if report.baseline not in fits:
         return
-    too_few = too_little(seeds=min(len(group.losses) for group in groups if group.losses), steps=steps)
+    too_few = shortage(seeds=min(len(group.losses) for group in groups if group.losses), steps=steps)
     baseline_groups = [group for group in groups if group.points[report.compare] == report.baseline and group.losses]
     largest = max(sweep.size_of(group.cell) for group in baseline_groups)
     for point, fit in fits.items():

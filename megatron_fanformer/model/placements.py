@@ -259,7 +259,7 @@ class QKV(Placement):
         return [FANMap(*name, *output) for name, output in zip(names, outputs, strict=False)]  # one output or two
 
     def attention(self) -> tuple[Any, Any]:
-        """Return Megatron's self-attention with a FAN map in front."""
+        """Return the classes of Megatron's self-attention with a FAN map in front, and of its submodules."""
         from megatron_fanformer.model.attention import FANSelfAttention, FANSelfAttentionSubmodules
 
         return FANSelfAttention, FANSelfAttentionSubmodules
@@ -285,7 +285,7 @@ class QKAndV(QKV):
     has_own_values = True
 
     def attention(self) -> tuple[Any, Any]:
-        """Return a self-attention whose FAN map has two outputs."""
+        """Return the classes of a self-attention with a second FAN map, for the values, and of its submodules."""
         from megatron_fanformer.model.attention import FANSelfAttentionSubmodules, FANValueAttention
 
         return FANValueAttention, FANSelfAttentionSubmodules

@@ -29,7 +29,7 @@ class Baseline:
     scales: dict[str, Errors]
     """By kind, then by name: the tensor's norm; for a weight, the larger norm of the change and the rounding."""
     last_places: Errors
-    """By the name of a weight: what another rounding of one element, or of its optimizer state, may change; relative."""
+    """By the name of a weight: what another rounding of one element or of its optimizer state changes; relative."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class Bounds:
 
 
 def baseline_of(trace: Trace, epsilon: float = FLOAT32_EPSILON, state_epsilon: float = FLOAT32_EPSILON) -> Baseline:
-    """Return the baseline of a single process's trace, given the machine epsilon of the weights and optimizer states."""
+    """Return the baseline of a single process's trace; the machine epsilons are of the weights and optimizer states."""
     tensors = {kind: _assemble(getattr(trace, kind)) for kind in KINDS}
     initial = _assemble(trace.initial)
     changes = {name: weight - initial[name] for name, weight in tensors["weights"].items()}

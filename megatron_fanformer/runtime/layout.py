@@ -182,20 +182,16 @@ class ParallelConfig:
         if self.pipeline_model_parallel_layout is not None:
             chunks = self.segments(num_layers) or []
             return [sum(layers) for layers in zip(*chunks, strict=True)]
-        stages = self.pipeline_model_parallel_size
-        first, last = self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage
-        other_stages = stages - (first is not None) - (last is not None)
-        other_layers = num_layers - (first or 0) - (last or 0)
-        # Without other stages, all remaining layers are the rest, for which there is no place.
-        per_stage, rest = divmod(other_layers, other_stages) if other_stages else (0, other_layers)
-        if other_layers < 0 or rest:
-            return None
-        layers = [per_stage] * stages
-        if first is not None:
-            layers[0] = first
-        if last is not None and stages > 1:
-            layers[-1] = last
-        return layers
+        first, last = (
+            [] if layers is None else [layers]
+            for layers in (self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage)
+        )
+        other_stages = self.pipeline_model_parallel_size - len(first) - len(last)
+        other_layers = num_layers - sum(first) - sum(last)
+        if other_stages == 0:
+            return None if other_layers else first + last
+        per_stage, rest = divmod(other_layers, other_stages)
+        return None if other_layers < 0 or rest else [*first, *[per_stage] * other_stages, *last]
 
     def problems(self) -> list[str]:
         """Return the broken rules of single fields, one line each; if there are none, those between fields."""

@@ -232,12 +232,12 @@ def reduce_one_bucket_a_call() -> None:
     from megatron.core.distributed import param_and_grad_buffer as buffers
 
     assert hasattr(buffers, "_coalescing_manager"), "megatron-core reduces buckets in another way"
-    buffers._coalescing_manager = _one_a_call
+    buffers._coalescing_manager = _coalesce_unless_gloo
 
 
 @contextmanager
-def _one_a_call(group: dist.ProcessGroup, *, async_ops: bool = False) -> Iterator[Any]:
-    """Coalesce the block's collectives as torch does, except blocking ones over gloo."""
+def _coalesce_unless_gloo(group: dist.ProcessGroup, *, async_ops: bool = False) -> Iterator[Any]:
+    """Coalesce the block's collectives as torch does; over gloo, each blocking one is a call of its own."""
     if dist.get_backend(group) == "gloo" and not async_ops:
         yield None
         return
