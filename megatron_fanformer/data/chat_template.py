@@ -102,7 +102,7 @@ class ChatTemplate:
     ) -> RenderedChat:
         """Render a conversation; with `add_generation_prompt`, the opening of the next answer ends the text.
 
-        Arguments of tool calls that are JSON text become objects if the template fails on the text, or escapes it.
+        JSON texts as arguments of tool calls become objects if the template fails on them, or escapes their quotes.
 
         Raises TemplateRefusal if the template cannot render the conversation, or, with `needs_learned`, as in training,
         if the learned span of a turn is unknown. Without `needs_learned`, that span is left out.
@@ -110,7 +110,7 @@ class ChatTemplate:
         with_objects, escaped_texts = _parse_arguments(messages)
         try:
             chat = self._render_with_spans(messages, add_generation_prompt, tools, needs_learned)
-            if not any(text in chat.text for text in escaped_texts):
+            if not any(text in chat.text for text in escaped_texts):  # the template has escaped none of them
                 return chat
         except TemplateRefusal:
             if not escaped_texts:  # no argument is JSON text, so objects would not help

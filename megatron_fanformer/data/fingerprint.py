@@ -180,7 +180,7 @@ def _blocks(size: int) -> Iterator[tuple[int, int]]:
 
 
 def describe_other_tokenizer(stated: Iterable[str | None], digest: str, whose: str) -> str | None:
-    """Return a warning if manifests state another tokenizer than `whose` (words), with SHA-256 `digest`; else None.
+    """Return a warning if manifests state another tokenizer than that of SHA-256 `digest`, named `whose`; else None.
 
     `stated` are the SHA-256s in manifests. Another one is no error: an export may hold the tokenizer in other bytes.
     """

@@ -35,8 +35,8 @@ class SentencePieceTokenizer:
         self._processor: Any = sentencepiece.SentencePieceProcessor(model_file=str(path))
         self.vocab_size: int = self._processor.vocab_size()  # one more than the largest id
         self.default_eod_id: int = self._processor.eos_id()
-        self._mark_bytes = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
-        self._has_byte_fallback = all(map(self._processor.is_byte, self._mark_bytes))
+        self._mark_ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]  # see encode
+        self._has_byte_fallback = all(map(self._processor.is_byte, self._mark_ids))  # otherwise they are the unknown id
 
     @property
     def special_pieces(self) -> list[str]:
@@ -73,7 +73,7 @@ class SentencePieceTokenizer:
         first, *others = text.split(SPACE_MARK)
         ids: list[int] = self._processor.encode(first)
         for part in others:
-            ids.extend(self._mark_bytes)
+            ids.extend(self._mark_ids)
             ids.extend(self._processor.encode(part))
         return ids
 

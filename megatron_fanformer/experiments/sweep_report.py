@@ -133,7 +133,7 @@ def _num_combinations(config: SweepConfig) -> int:  # of the points of `report.b
     return math.prod(len(config.axes[axis]) for axis in config.report.by)
 
 
-def _losses_by_key(config: SweepConfig, groups: Sequence[Group], point: str) -> dict[tuple[Any, ...], tuple[Any, ...]]:
+def _runs_by_key(config: SweepConfig, groups: Sequence[Group], point: str) -> dict[tuple[Any, ...], tuple[Any, ...]]:
     """Return each run's loss and group, at a point, by a key that the runs of a pair share: seed and other points."""
     # A pair differs on the compared axis, and may differ on a tuned one, since each compared point is tuned by itself.
     apart = (config.report.compare, config.tune)
@@ -147,7 +147,7 @@ def _losses_by_key(config: SweepConfig, groups: Sequence[Group], point: str) -> 
 
 def _paired_differences(config: SweepConfig, groups: Sequence[Group], pair: tuple[str, str]) -> tuple[list[float], int]:
     """Return the point's loss minus the baseline's, a mean for each seed that has both, and the number of run pairs."""
-    point_runs, baseline_runs = (_losses_by_key(config, groups, point) for point in pair)
+    point_runs, baseline_runs = (_runs_by_key(config, groups, point) for point in pair)
     differences_by_seed: dict[Any, list[float]] = {}
     for key in point_runs.keys() & baseline_runs.keys():
         seed, difference = key[0], point_runs[key][0] - baseline_runs[key][0]
@@ -202,14 +202,14 @@ def findings(config: SweepConfig, compared: Sequence[Comparison], *, steps: int)
 
 def _fits(sweep: Sweep, groups: Sequence[Group]) -> dict[str, Fit]:
     """Fit a power law to each compared point, over sizes and seeds that all have; return {} below FEWEST_SIZES."""
-    config = sweep.config
-    points = config.axes[config.report.compare]
-    runs_by_point = {point: runs for point in points if (runs := _losses_by_key(config, groups, point))}
+    config, points = sweep.config, sweep.config.axes[sweep.config.report.compare]
+    runs_by_point = {point: runs for point in points if (runs := _runs_by_key(config, groups, point))}
     keys = sorted(set.intersection(*(set(runs) for runs in runs_by_point.values())))
-    xs = [[sweep.size_of(runs[key][1].cell) for key in keys] for runs in runs_by_point.values()]
+    shared_runs = [[runs[key] for key in keys] for runs in runs_by_point.values()]  # a list for each point
+    xs = [[sweep.size_of(group.cell) for _loss, group in runs] for runs in shared_runs]
     if min(len({*sizes}) for sizes in xs) < FEWEST_SIZES:
         return {}
-    losses = [[runs[key][0] for key in keys] for runs in runs_by_point.values()]
+    losses = [[loss for loss, _group in runs] for runs in shared_runs]
     return dict(zip(runs_by_point, fit_together(xs, losses), strict=True))
 
 

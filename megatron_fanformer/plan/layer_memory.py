@@ -163,7 +163,7 @@ def _attention_inputs(shapes: LayerShapes) -> tuple[int, int, int]:
 
 
 def _kept_values(shapes: LayerShapes) -> tuple[int, bool]:
-    """Return the bytes of the tensor that holds the values (0 if FAN keeps it), and whether they are a view of it."""
+    """Return the bytes of the tensor that holds the values (0 if counted as FAN's output), and whether they view it."""
     if shapes.job.parallel.exchanges_heads:  # the exchange returns queries, keys and values in one tensor
         return shapes.whole(shapes.queries + 2 * shapes.values), True
     if not shapes.job.model.placement.has_own_values:
@@ -171,7 +171,7 @@ def _kept_values(shapes: LayerShapes) -> tuple[int, bool]:
         gathered_ranks = shapes.tensor if shapes.job.model.query_groups < shapes.tensor else 1
         return gathered_ranks * shapes.whole(shapes.qkv), True
     if shapes.job.parallel.recomputes("fan") or not shapes.is_column:
-        return shapes.whole(shapes.values), False
+        return shapes.whole(shapes.values), False  # a clone, or (form `sequence`) exchanged: of this rank's heads alone
     return 0, shapes.tensor > 1  # every rank has FAN's values of all heads, and uses a view of those of its heads
 
 

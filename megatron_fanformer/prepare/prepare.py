@@ -273,8 +273,8 @@ def prepare_both(config: PrepareConfig, parts: int) -> None:
         ("validation", f"{config.output}-validation", [file for file in files if file in held_out]),
         ("training", config.output, [file for file in files if file not in held_out]),
     ]
-    # An output that exists comes first: if it has other inputs, it is refused before the other output is written.
-    both.sort(key=lambda share: read_manifest(share[1]) is None and not folder_path(share[1]).exists())
+    # But an output that exists comes first: if it has other inputs, it is refused before the other one is written.
+    both.sort(key=lambda share: read_manifest(share[1]) is not None or folder_path(share[1]).exists(), reverse=True)
     for name, output, part_files in both:
         show([f"{name}: {len(part_files):,} of {plural(len(files), 'file')}, to {output}"])
         with _progress(name) as listener:

@@ -57,7 +57,7 @@ def adapt(*, with_engine: bool = False) -> None:
     _adapt_recomputation(with_engine)
     if not with_engine:
         _sum_gradient_norms_exactly()
-    _write_out_rotary_embedding()
+    _replace_rotary_embedding()
     _skip_collectives_of_one_rank()
     _leave_the_compiler_out()
     _installed = True
@@ -181,8 +181,8 @@ def _sum_gradient_norms_exactly() -> None:
 # -- patches that only make it faster
 
 
-def _write_out_rotary_embedding() -> None:
-    """Replace the rotary embedding, which without the Engine's kernel passes a dozen times over queries and keys."""
+def _replace_rotary_embedding() -> None:
+    """Rotate in few operations: megatron-core, without the Engine's kernel, runs a dozen over all queries and keys."""
     from megatron.core.models.common.embeddings import rope_utils
 
     plain, plain_packed = rope_utils._apply_rotary_pos_emb_bshd, rope_utils._apply_rotary_pos_emb_thd
@@ -197,8 +197,8 @@ def _write_out_rotary_embedding() -> None:
         cp_group = kwargs.pop("cp_group")
         if cp_group.size() > 1:
             return plain_packed(t, cu_seqlens, freqs, cp_group=cp_group, **kwargs)
-        # Rotate all sequences at once: megatron-core 0.19 loops over them, and its backward copies all for each.
-        positions = torch.arange(len(t)) - cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())
+        # Rotate all sequences at once: megatron-core 0.19 rotates each alone, and each backward copies all of `t`.
+        positions = torch.arange(len(t)) - cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())  # within a sequence
         return apply(t.unsqueeze(1), freqs[positions], **kwargs).squeeze(1)
 
     rope_utils._apply_rotary_pos_emb_bshd = apply

@@ -195,10 +195,10 @@ def _convert_value(name: str, field: str, arguments: Arguments) -> Any:
             raise ValueError(f"{field} has no such value")
         return CHOICES[name][words[0]]
     if name.endswith("_samples"):
-        numbers = [_parse_number(word) for word in (*words, *arguments.get("global_batch_size", []))]
+        numbers = [_parse_number(word) for word in (*words, *arguments.get("global_batch_size", []))]  # samples, batch
         is_valid = len(numbers) == 2 and all(type(number) is int and number > 0 for number in numbers)
         if "rampup_batch_size" in arguments or not is_valid:
-            raise ValueError(f"{field} is in steps, which follow from samples by one --global-batch-size alone")
+            raise ValueError(f"{field} is in steps, and samples can be converted only by a single --global-batch-size")
         return numbers[0] // numbers[1]  # samples, divided by the samples of a step
     if name == "data_args_path":
         return [f"@{word}" for word in words]
