@@ -120,7 +120,7 @@ def test_values_that_need_converting(arguments: str, section: str, expected: dic
         ("--lr nan", "Not carried over", "optimizer.lr is NaN; it must be a finite number"),
         ("--optimizer sgd", "Not carried over", "--optimizer sgd: optimizer.name has no such value"),
         ("--lr-decay-style inverse-square-root", "Not carried over", "it must be one of cosine, linear, constant, WSD"),
-        ("--train-samples 80 --rampup-batch-size 1 1 8 --global-batch-size 8", "Not carried over", "by one --global"),
+        ("--train-samples 80 --rampup-batch-size 1 1 8 --global-batch-size 8", "Not carried over", "by a single --"),
         ("--load there --save here", "Not carried over", "--load there: checkpoint.load (after `convert`; weights"),
         ("--ddp-num-buckets 4", "Not carried over", "parallel.ddp_bucket_size (parameters per bucket"),
         ("--fp16", "Not carried over", "precision.dtype (bf16, which needs no loss scale) is for you to state"),
