@@ -9,7 +9,7 @@ from megatron_fanformer.cli import main
 def entry_point() -> None:
     """Run this process's command line, and exit with its code."""
     code = main()
-    if "triton" not in sys.modules:  # triton reports leaks in dozens of lines if it is not collected
+    if "triton" not in sys.modules:  # triton, if not collected, reports leaks in dozens of lines
         gc.freeze()  # otherwise Python spends a second on looking for garbage in torch before it ends
     sys.exit(code)
 

@@ -52,7 +52,7 @@ class _Parser(argparse.ArgumentParser):
     """argparse with errors of one line, and exit code 2."""
 
     def error(self, message: str) -> Any:
-        raise InputError(f"{message:.400}; {self.prog} --help lists the options")
+        raise InputError(f"{message:.400}; {self.prog} --help lists the options")  # argparse's method would exit
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,13 +79,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_command(arguments: Sequence[str]) -> tuple[Verb[Any], Any]:
-    """Return the verb of a command line, and the verb's options.
+    """Return the verb of a command line, and the verb's options; `--debug`, which `main` reads, may stand anywhere.
 
     Raises InputError if an argument is unknown, missing or wrong.
     """
     if arguments and arguments[0] in REMOVED:
         raise InputError(f"{arguments[0]} is no verb any more; {REMOVED[arguments[0]]}")
-    named = [argument for argument in arguments if argument in VERBS][:1]  # the verb: options before it take no values
+    named = [argument for argument in arguments if argument in VERBS][:1]  # at most the verb: no value precedes it
     try:
         parsed, rest = _parser(named).parse_known_args([argument for argument in arguments if argument != "--debug"])
     except InputError as error:
@@ -124,7 +124,7 @@ def _parser(described: Collection[str] = VERBS) -> argparse.ArgumentParser:
     for verb in VERBS.values():
         subparser = verbs.add_parser(verb.name, help=verb.help, formatter_class=argparse.RawDescriptionHelpFormatter)
         if verb.name in described:
-            width = max(11, shutil.get_terminal_size().columns - 2)  # the least, as argparse has it
+            width = max(11, shutil.get_terminal_size().columns - 2)  # 11 is argparse's own least width
             subparser.description = textwrap.fill(verb.help, width)
             add_options(subparser, verb.options)
             examples = [f"  {PROGRAM} {example}".replace("\n", " \\\n      ") for example in verb.examples]

@@ -120,7 +120,7 @@ def _type_name(hint: Any, *, many: bool = False) -> str:
         return f"{'mappings' if many else 'a mapping'} of names to {_type_name(parts[1], many=True)}"
     if dataclasses.is_dataclass(hint):
         return f"a section with keys such as {dataclasses.fields(hint)[0].name}"
-    return TYPES[hint][many]
+    return TYPES[hint][many]  # a pair: singular, plural
 
 
 # -- files and overrides
@@ -249,7 +249,7 @@ def rename_moved_fields(values: Mapping[str, Any], moves: Mapping[str, str]) -> 
         former_names.append(former)
         value = source.pop(former_field)
         section, _, field = current.partition(".")
-        if current and not (isinstance(moved.get(section), dict) and field in moved[section]):
+        if current and not (isinstance(moved.get(section), dict) and field in moved[section]):  # `current` has no value
             moved = overlay(moved, {current: value})
     return moved, former_names
 

@@ -85,7 +85,7 @@ class Verb(Generic[Options]):
         for name in values:
             needs = fields[name].metadata.get("needs", ())
             if needs and not any(_is_met(need, values) for need in needs):
-                shown = rest[0] if name == "overrides" else _shown_name(fields[name])
+                shown = rest[0] if name == "overrides" else _shown_name(fields[name])  # the first override, for all
                 # FIELD=VALUE is shown as VALUE: the field is an argument, such as the action of `sweep`.
                 needed = " or ".join(need.partition("=")[2] or _shown_name(fields[need]) for need in needs)
                 problems.append(f"{shown} has no effect without {needed}; add that, or leave it out")
@@ -145,7 +145,7 @@ def option_name(name: str) -> str:
 
 
 def _shown_name(entry: "dataclasses.Field[Any]") -> str:
-    """Return the name of an option or a positional argument on the command line."""
+    """Return the name of an option or argument on the command line: --no-NAME for a switch that is on by default."""
     if entry.metadata.get("is_argument"):
         return str(entry.metadata.get("metavar", entry.name.upper()))
     return entry.metadata.get("name") or option_name(f"no_{entry.name}" if entry.default is True else entry.name)

@@ -65,7 +65,7 @@ def signals_to(handler: Callable[[signal.Signals], None]) -> Iterator[None]:
         for number in (*numbers, SAVE_SIGNAL)
     }
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, former_handlers)  # blocked by examples/slurm.sh; `handler` may raise
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, former_handlers)  # slurm.sh blocks them; a pending one may raise
         yield
     finally:
         for number, former in former_handlers.items():
@@ -92,7 +92,7 @@ def ended_by_stop_signals(outcome: str = NOTHING_LOST) -> Iterator[None]:
         if not received:
             raise
         stopped = Interrupted(f"stopped on {received[0].name} {outcome}")
-        stopped.is_final = True
+        stopped.is_final = True  # this process saves nothing, so the other ranks must not save, either
         raise stopped from None
 
 

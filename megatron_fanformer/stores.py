@@ -40,7 +40,7 @@ def url_problem(name: str, url: str | None) -> str | None:
     """Return the problem with a folder's URL in the configuration's field `name`, or None if the URL is right."""
     if url is None:
         return None
-    if not is_url(url) or url.startswith("memory:") or "::" in url:
+    if not is_url(url) or url.startswith("memory:") or "::" in url:  # memory: ends with the process, :: chains drivers
         return f"{name} is {redacted(url)}; it must be a folder's URL, such as s3://bucket/run or file:///disk/run"
     return password_problem(name, url)
 
