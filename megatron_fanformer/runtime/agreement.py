@@ -125,7 +125,7 @@ def raise_on_all(failure: Exception | None, group: dist.ProcessGroup) -> NoRetur
     """
     box = [None if failure is None else _for_others(failure)]
     dist.broadcast_object_list(box, group=group, group_src=0)
-    dist.barrier(group)  # the first rank must not exit before
+    dist.barrier(group)  # the first rank must not exit before the others have the error
     raise cast(Exception, failure or box[0])
 
 

@@ -85,7 +85,7 @@ def cache_folder() -> Path:
 
 
 def cache_of(name: str) -> Path | None:
-    """Return the cache folder if `name` is a URL; None for a path of this machine."""
+    """Return the cache folder if `name` is a URL; None for a path of this machine, which needs no cache."""
     return cache_folder() if is_url(name) else None
 
 
@@ -292,7 +292,7 @@ def launched_here() -> bool:
 
 
 def launcher_process() -> int | None:
-    """Return the process id of this rank's launcher; None where another program launched it."""
+    """Return the process id of this rank's launcher; None if that is another program, such as torchrun."""
     return int(os.environ[LAUNCHER]) if launched_here() and LAUNCHER in os.environ else None
 
 
@@ -302,7 +302,7 @@ def launched_by_torchrun() -> bool:
 
 
 def payload_file() -> Path | None:
-    """Return the file of this rank's payload; None where another program launched it."""
+    """Return the file of this rank's payload; None if another program launched this rank."""
     return Path(os.environ[LAUNCHED_HERE]) if launched_here() else None
 
 
@@ -437,13 +437,13 @@ NOTICES = (
 
 def quieten_libraries() -> None:
     """Silence `NOTICES`, here and in children (checkpoint writers), and log messages below errors; idempotent."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # or tokenizers warn of forks
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler reports its start and its stop on the terminal
     for notice in NOTICES:
         warnings.filterwarnings("ignore", message=r"\s*" + re.escape(notice))
     filters = os.environ.get("PYTHONWARNINGS", "").split(",")
-    ours = [f"ignore:{notice}" for notice in NOTICES if not {":", ","} & {*notice}]  # the variable's own separators
+    ours = [f"ignore:{notice}" for notice in NOTICES if not {":", ","} & {*notice}]  # separators in the variable
     # Each filter once, or the variable grows with every command of this process until no child can be started with it.
     os.environ["PYTHONWARNINGS"] = ",".join(dict.fromkeys([*filter(None, filters), *ours]))
     for name in ("megatron.core", "torch.distributed", "torch.utils.cpp_extension"):

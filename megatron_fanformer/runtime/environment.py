@@ -41,12 +41,11 @@ class RunShape:
     @property
     def overlaps_norms(self) -> bool:
         """Return whether NCCL's kernels run beside norms: for sums over replicas, or interleaved stages."""
-        sums = any(self.parallel.resolved_overlaps(is_faster=self.over_nccl and self.replicas > 1))
-        return self.over_nccl and self.ranks > 1 and (sums or self.parallel.virtual_stages > 1)
+        overlaps_sums = any(self.parallel.resolved_overlaps(is_faster=self.over_nccl and self.replicas > 1))
+        return self.over_nccl and self.ranks > 1 and (overlaps_sums or self.parallel.virtual_stages > 1)
 
 
 ANY_SHAPE = RunShape(parallel=ParallelConfig(), replicas=1, is_any=True)
-
 
 Value = Callable[[RunShape], str | None]
 """Returns a variable's value for a process of a run; None: the variable is left alone."""
@@ -67,9 +66,10 @@ def _fixed(value: str, applies: Callable[[RunShape], bool] = lambda _: True) -> 
 
 
 def _connections(shape: RunShape) -> str:
+    """Return the number of a GPU's queues: "1" launches kernels in order, with "32" streams do not share one."""
     # Before Blackwell, overlap of tensor or context parallel communication relies on the order of launches.
-    shards = shape.parallel.tensor_model_parallel_size > 1 or shape.parallel.context_parallel_size > 1
-    return "1" if shape.ranks == 1 or (shards and not shape.is_after_hopper) else "32"
+    has_shards = shape.parallel.tensor_model_parallel_size > 1 or shape.parallel.context_parallel_size > 1
+    return "1" if shape.ranks == 1 or (has_shards and not shape.is_after_hopper) else "32"
 
 
 def _cudnn_of_torch(_shape: RunShape) -> str | None:
@@ -80,7 +80,7 @@ def _cudnn_of_torch(_shape: RunShape) -> str | None:
     return next((str(folder) for folder in folders if (folder / "lib").is_dir()), None)
 
 
-def _peers(shape: RunShape) -> bool:
+def _has_nccl_peers(shape: RunShape) -> bool:
     return shape.over_nccl and shape.ranks > 1
 
 
@@ -90,9 +90,9 @@ SETTINGS = (
     # One connection keeps kernels in the order of their launches; with more, streams do not wait in one queue.
     Setting("CUDA_DEVICE_MAX_CONNECTIONS", _connections),
     # Lets collectives overtake matrix products.
-    Setting("TORCH_NCCL_HIGH_PRIORITY", _fixed("1", _peers)),
+    Setting("TORCH_NCCL_HIGH_PRIORITY", _fixed("1", _has_nccl_peers)),
     # torch's flight recorder; the other name is that of earlier torches.
-    Setting("TORCH_FR_BUFFER_SIZE", _fixed("2000", _peers), other="TORCH_NCCL_TRACE_BUFFER_SIZE"),
+    Setting("TORCH_FR_BUFFER_SIZE", _fixed("2000", _has_nccl_peers), other="TORCH_NCCL_TRACE_BUFFER_SIZE"),
     # The Engine's norms occupy every multiprocessor, and would wait for NCCL's kernels (Megatron-Bridge).
     Setting("NVTE_FWD_LAYERNORM_SM_MARGIN", MARGIN),
     Setting("NVTE_BWD_LAYERNORM_SM_MARGIN", MARGIN),
@@ -133,7 +133,7 @@ def prepare(shape: RunShape = ANY_SHAPE, env: MutableMapping[str, str] = os.envi
         user_names = [name for name in (setting.variable, setting.other) if name in env and name not in set_here]
         if not user_names:
             new_values[setting.variable] = value
-        elif value not in (None, env[user_names[0]]):
+        elif value not in (None, env[user_names[0]]):  # this run would set another value
             name, user_value = user_names[0], env[user_names[0]]
             if setting.is_required:
                 raise InputError(f"{name} is {user_value} in the environment, but this run needs {value}; unset it")

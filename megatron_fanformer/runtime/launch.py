@@ -153,7 +153,7 @@ def _wait_for(ranks: list[_Rank], signals: "deque[signal.Signals]") -> None:
                 for rank in ranks:
                     rank.process.send_signal(signal.SIGTERM)
         if stop or any(rank.code is not None for rank in ranks):
-            deadline = min(deadline, time.monotonic() + STOP_GRACE_SECONDS)
+            deadline = min(deadline, time.monotonic() + STOP_GRACE_SECONDS)  # counts from the first such moment
         if time.monotonic() > deadline:
             late = next(rank.number for rank in ranks if rank.code is None)
             raise RankFailed(
@@ -177,7 +177,7 @@ def _wait_for(ranks: list[_Rank], signals: "deque[signal.Signals]") -> None:
 
 
 def read_payload() -> Any:
-    """Return the payload of `launch_ranks` to this rank; None where another program launched it."""
+    """Return the payload of `launch_ranks` to this rank; None if another program launched this rank."""
     file = devices.payload_file()
     return None if file is None else pickle.loads(file.read_bytes())
 
@@ -200,7 +200,7 @@ def report_failure() -> Iterator[None]:
     try:
         yield
     except Interrupted as error:
-        if error.is_final:
+        if error.is_final:  # nothing was saved; the launcher takes a rank without an error file for one that saved
             error.already_reported = devices.rank_number() != 0
             _leave_for_launcher(error)
         raise

@@ -375,7 +375,7 @@ class RuntimeConfig:
         lines = []
         if self.threads_per_rank is not None and self.threads_per_rank < 1:
             lines.append(f"runtime.threads_per_rank is {self.threads_per_rank}; it must be at least 1, or null")
-        if self.distributed_timeout_minutes is not None and not self.distributed_timeout_minutes > 0:
+        if self.distributed_timeout_minutes is not None and self.distributed_timeout_minutes <= 0:
             lines.append(
                 f"runtime.distributed_timeout_minutes is {self.distributed_timeout_minutes}; "
                 "it must be above 0, or null"

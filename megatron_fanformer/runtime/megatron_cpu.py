@@ -103,7 +103,7 @@ def _import_megatron(with_engine: bool) -> None:
     """
     compile_ = torch.compile
     torch.compile = lambda function=None, **_: function if function else (lambda f: f)  # type: ignore
-    hidden: dict[str, Any] = {"wandb": None}
+    hidden: dict[str, Any] = {"wandb": None}  # None: the import raises ImportError
     if not with_engine:
         hidden |= dict.fromkeys(_OPTIONAL) | {name: _lazy_module(name) for name in _CALLED_SELDOM}
     hidden = {name: module for name, module in hidden.items() if name not in sys.modules}
@@ -119,10 +119,10 @@ def _import_megatron(with_engine: bool) -> None:
 
 
 def _lazy_module(name: str) -> types.ModuleType:
-    """Return a stand-in for a module, which imports the module when one of its functions or classes is called."""
+    """Return a stand-in for a module, whose attributes import the module once called or used with isinstance."""
 
     def attribute_of(attribute: str) -> Any:
-        if attribute.startswith("__"):
+        if attribute.startswith("__"):  # such as __path__, for which the import system asks
             raise AttributeError(attribute)
 
         class LazyType(type):

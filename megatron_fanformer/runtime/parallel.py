@@ -90,7 +90,7 @@ class RankGrid:
 
 @contextmanager
 def process_group(config: RuntimeConfig, address: devices.RankAddress | None) -> Iterator[devices.DeviceKind]:
-    """Join the process group of the ranks that meet at `address`, and yield the device; None: make a group of one rank.
+    """Join the process group of the ranks at `address`, or, if that is None, of this rank alone; yield the device.
 
     The group is destroyed at the end, except after an error on one of several ranks, where destroying it would wait for
     the others.
@@ -134,9 +134,9 @@ def cpu_kernels_of(config: RuntimeConfig, kind: devices.DeviceKind) -> Iterator[
     Raises:
         InputError: the kernels are configured, and a rank cannot build them, or ranks are on GPUs.
     """
-    are_configured = kind == "cpu" and config.cpu_kernels != "torch"
+    are_wanted = kind == "cpu" and config.cpu_kernels != "torch"
     reason_for_none = "they are not asked for" if kind == "cpu" else "ranks on GPUs do not use them"
-    problem = _kernels_problem() if are_configured else reason_for_none
+    problem = _kernels_problem() if are_wanted else reason_for_none
     if kind == "cpu" and dist.get_world_size() > 1:
         problems: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(problems, problem)
@@ -170,7 +170,7 @@ def rank_grid(
 
     if kind == "cuda" and dist.get_backend() == "gloo":
         reduce_one_bucket_a_call()
-    config.resolve_data_parallel_size(dist.get_world_size())
+    config.resolve_data_parallel_size(dist.get_world_size())  # raises if the layout does not fit the ranks
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,

@@ -65,7 +65,7 @@ def run_schedule(
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
         forward_only=forward_only,
-        collect_non_loss_data=forward_only,  # or it would expect the triple without a backward pass, too
+        collect_non_loss_data=forward_only,  # or megatron-core would expect the triple without a backward pass, too
     )
     return reports
 
@@ -86,9 +86,9 @@ def _forward_step(grid: RankGrid, loss_function: LossFunction, batches: Batches,
         output = stage(
             part["tokens"],
             part["position_ids"],
-            None,
+            None,  # no attention mask: attention is causal
             labels=part["labels"],
-            loss_mask=part["loss_mask"],  # the loss head takes the gradient of the losses' sum over it
+            loss_mask=part["loss_mask"],  # the loss head computes the gradient of the masked sum in forward
             packed_seq_params=packed,
         )
     if packed is None:

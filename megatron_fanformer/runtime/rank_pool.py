@@ -200,14 +200,14 @@ def _serve(setting: _Setting, rank: int, connection: Any) -> None:
             store = loopback_store()
             connection.send(store.port)
         while (job := connection.recv()) is not None:
-            modules = len(sys.modules)
+            modules_before = len(sys.modules)
             try:
                 connection.send((True, _run_job(rank, setting, job)))
             except BaseException:
                 connection.send((False, traceback.format_exc(limit=LAST_FRAMES)))
                 os._exit(1)  # the process group may be in any state
-            if len(sys.modules) > modules:
-                gc.freeze()  # the modules that the job imported, among others
+            if len(sys.modules) > modules_before:
+                gc.freeze()  # later collections need not search what the job imported
     sys.stdout.flush()
     os._exit(0)
 

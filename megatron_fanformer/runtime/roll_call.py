@@ -48,10 +48,10 @@ def naming_missing_ranks(store: Any, rank: int, world_size: int) -> Iterator[Non
         over.set()
         text, code = str(error), getattr(error, "exit_code", 1)
         if not isinstance(error, RuntimeError) or not LOST.search(text):
-            _ask(lambda: _answer(store, rank, text, code))  # tells ranks that wait for this one why it failed
+            _try_in_time(lambda: _answer(store, rank, text, code))  # tells ranks that wait for this one why it failed
             raise
         answer = f"{WAITING} {_place(traceback.extract_tb(error.__traceback__))}"
-        failure = _ask(lambda: _call(store, rank, world_size, answer))
+        failure = _try_in_time(lambda: _call_roll(store, rank, world_size, answer))
         if failure is None:
             time.sleep(PEER_FAILURE_WAIT_SECONDS)  # lets the rank that hosts the store report first why it ended
             failure = PeerFailed(f"the store at which the ranks meet does not answer; rank {rank}: {answer}; {REMEDY}")
@@ -91,7 +91,7 @@ def _answer(store: Any, rank: int, text: str, exit_code: int = 0) -> None:
     store.append(ANSWERS, json.dumps([rank, text, exit_code]) + "\n")  # a later answer of the rank replaces it
 
 
-def _call(store: Any, rank: int, world_size: int, answer: str) -> PeerFailed:
+def _call_roll(store: Any, rank: int, world_size: int, answer: str) -> PeerFailed:
     """Give this rank's answer, that it waits, and call the roll; return the error to raise.
 
     The error of the first caller has the answers of all ranks, or of one that failed. The errors of later callers are
@@ -117,15 +117,15 @@ def _call(store: Any, rank: int, world_size: int, answer: str) -> PeerFailed:
     return PeerFailed(describe({number: text for number, (text, _) in answers.items()}, world_size))
 
 
-def _ask(work: Callable[[], Any]) -> Any:
+def _try_in_time(work: Callable[[], Any]) -> Any:
     """Return the value of `work`, which uses the store; None if the store fails or does not answer in time."""
     answers: list[Any] = []
 
-    def ask() -> None:
+    def work_and_keep() -> None:
         with suppress(RuntimeError):
             answers.append(work())
 
-    thread = threading.Thread(target=ask, daemon=True)
+    thread = threading.Thread(target=work_and_keep, daemon=True)
     thread.start()
     thread.join(1.5 * ANSWER_SECONDS)
     return answers[0] if answers else None
