@@ -223,7 +223,7 @@ class SourceCounter(Callback):
         number_of = {name: number for number, name in enumerate(self._names)}
         # Without stages, a source that the blend names twice is two sources of the dataset, which have one name here.
         dataset_sources = epoch_samples if config.data.stages else data.train.sources
-        self._name_numbers = [number_of[redacted(source.name)] for source in dataset_sources]
+        self._name_numbers = [number_of[redacted(source.name)] for source in dataset_sources]  # indices of `_names`
         self._labels = source_labels(list(epoch_samples))
         self._epoch_samples = np.array(list(epoch_samples.values()))
         self._step = 0 if totals is None else step
@@ -250,10 +250,10 @@ class SourceCounter(Callback):
     def after_step(self, step: int, *, is_skipped: bool) -> dict[str, Any]:
         """Return the totals as metrics on rank 0, every `logging.norm_interval` steps and after the last step."""
         interval, is_last = self._config.logging.norm_interval, step >= self._config.training.steps
-        if not self._names or interval is None or not is_main() or not (is_last or is_due(step, interval)):
-            return {}
-        by_label = zip(self._labels, self._present_totals(step).values(), strict=True)
-        return {f"data/{label}/{unit}": total for label, totals in by_label for unit, total in totals.items()}
+        if self._names and interval is not None and is_main() and (is_last or is_due(step, interval)):
+            by_label = zip(self._labels, self._present_totals(step).values(), strict=True)
+            return {f"data/{label}/{unit}": total for label, totals in by_label for unit, total in totals.items()}
+        return {}
 
     def _present_totals(self, step: int) -> SourceTotals:
         """Count the samples up to a step, and return the totals of the sources in this configuration."""
@@ -270,7 +270,7 @@ class SourceCounter(Callback):
         """Return the number of samples of each source in the steps from `first` to `last`, [sources] int64."""
         begin, end = consumed_before(self._config, first), consumed_before(self._config, last + 1)
         counts = source_counts(self._train, begin, end, len(self._name_numbers))
-        return np.bincount(self._name_numbers, counts, minlength=len(self._names)).astype(np.int64)
+        return np.bincount(self._name_numbers, counts, minlength=len(self._names)).astype(np.int64)  # sums by name
 
 
 class GarbageCollection(Callback):

@@ -99,7 +99,7 @@ class TrainingConfig:
         lines = [
             *broken("be at least 1", lambda value: value < 1, *names),
             *broken("be above 0", lambda value: value <= 0, "epochs"),
-            *broken("be above 0, or null", lambda value: not value > 0, "exit_duration_in_mins"),
+            *broken("be above 0, or null", lambda value: value <= 0, "exit_duration_in_mins"),
             *broken("not be negative", lambda value: value < 0, "seed", "z_loss_coefficient"),
         ]
         if (self.train_iters is None) == (self.epochs is None):

@@ -148,6 +148,6 @@ def evaluate_loss(
             tokens = sum(int(batch["loss_mask"].sum()) for batch in batches)
             sums += torch.tensor([losses.sum().item(), tokens], dtype=torch.float64)
     sums = sums.to(grid.torch_device)
-    dist.all_reduce(sums, group=grid.groups.dp)
+    dist.all_reduce(sums, group=grid.groups.dp)  # the ranks of one replica have equal sums
     loss, num_tokens = sums.tolist()
     return float(loss / num_tokens) if num_tokens else None

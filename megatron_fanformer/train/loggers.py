@@ -263,7 +263,7 @@ class WeightsAndBiases(Logger):
             logger.info("Weights & Biases: %s", self._run.url)
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
-        """Record the metrics of one step."""
+        """Record the metrics of one step, unless the server has that step already."""
         if step > self._last_step:
             row = {dashboard_name(name): value for name, value in scalar_metrics(metrics).items()}
             self._run.log(row, step=step, commit=True)

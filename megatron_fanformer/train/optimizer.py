@@ -97,7 +97,7 @@ def _initialize_states(rule: AdamW, torch_optimizer: torch.optim.Optimizer) -> N
             if torch_optimizer.state[weight]:
                 continue
             if hasattr(torch_optimizer, "initialize_state"):  # Transformer Engine's Adam, which keeps more than tensors
-                torch_optimizer.initialize_state(weight, False)
+                torch_optimizer.initialize_state(weight, False)  # False: no remainder bits of bf16 weights
                 continue
             torch_optimizer.state[weight] = {
                 name: torch.zeros_like(weight, dtype=torch_dtype(rule.state_dtype(name)))

@@ -140,7 +140,7 @@ class Muon(AdamW):
         return self.exp_avg_dtype if name == "momentum_buffer" else super().state_dtype(name)
 
     def takes_whole(self, name: str, dimensions: int) -> bool:
-        """Return whether a weight is a matrix of a layer. Names from `plan` begin within the layer: mlp.linear_fc1."""
+        """Return whether Muon updates a weight: a matrix of a layer. Names from `plan` begin there: mlp.linear_fc1."""
         return dimensions == 2 and (name.startswith(("self_attention.", "mlp.")) or ".layers." in name)
 
 

@@ -125,9 +125,9 @@ class _LayerPhases:
             squares = torch.linalg.vector_norm(self.fan.linear.weight, dim=1, dtype=torch.float64).square_()
             for periodic, _, linear in self._outputs():
                 self.weight_squares += torch.stack([squares[periodic].sum(), squares[linear].sum()])
-        pre_nk = output[0].flatten(0, 1)
+        output_nk = output[0].flatten(0, 1)
         for periodic, units, _ in self._outputs():
-            phases = pre_nk[:, periodic].float()
+            phases = output_nk[:, periodic].float()
             self.resultant[0, units] += phases.cos().sum(0, dtype=torch.float64)
             self.resultant[1, units] += phases.sin().sum(0, dtype=torch.float64)
             self.largest[units] = torch.maximum(self.largest[units], phases.abs().amax(0))

@@ -69,7 +69,7 @@ class RecoveryConfig:
         """Return the rules of single fields that this configuration breaks, one line each."""
         broken = partial(broken_fields, "recovery", self)
         return [
-            *broken("be above 1", lambda value: not value > 1, "spiky_loss_factor", "spiky_grad_norm_factor"),
+            *broken("be above 1", lambda value: value <= 1, "spiky_loss_factor", "spiky_grad_norm_factor"),
             *broken("not be negative", lambda value: value < 0, "max_bad_steps_in_a_row", "max_rewinds"),
             *broken("be at least 10", lambda value: value < 10, "spike_window"),
         ]
@@ -184,7 +184,7 @@ class BadSteps:
     @property
     def limit_reached(self) -> bool:
         """True if so many steps in a row were bad that the run must go back, or end."""
-        return len(self.in_a_row) >= max(1, self._config.max_bad_steps_in_a_row)
+        return len(self.in_a_row) >= max(1, self._config.max_bad_steps_in_a_row)  # 0: the first bad step ends the run
 
     @property
     def rewind_refusal(self) -> str | None:

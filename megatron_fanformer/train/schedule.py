@@ -95,7 +95,7 @@ def build_scheduler(
     min_lr = lr / 10 if config.min_lr is None else config.min_lr
     for group in optimizer.param_groups:
         factor = group.get("lr_mult", 1.0)
-        group["max_lr"], group["min_lr"] = factor * lr, factor * min_lr  # the scheduler uses these before its own
+        group["max_lr"], group["min_lr"] = factor * lr, factor * min_lr  # take precedence over the scheduler's rates
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

@@ -40,7 +40,7 @@ class Adam(torch.optim.Optimizer):
         betas: tuple[float, float],
         eps: float,
         weight_decay: float,
-        adam_w_mode: bool = True,
+        adam_w_mode: bool = True,  # this and the next are for megatron-core, which passes them to any Adam
         capturable: bool = False,
     ) -> None:
         assert adam_w_mode and not capturable, "only decoupled decay outside CUDA graphs"
@@ -199,6 +199,7 @@ class MuonAndAdam(Adam):
             super()._step_group(group)
 
     def _step_round(self, matrix_numbers: list[int], groups: dict[Tensor, dict[str, Any]]) -> None:
+        """Orthogonalize the matrices of a round with the other ranks, and update this rank's parts of the weights."""
         settings = self.settings
         matrices = {settings.owner[number]: settings.matrices[number] for number in matrix_numbers}
         gradients = {
@@ -225,7 +226,7 @@ class MuonAndAdam(Adam):
 def exchange_updates(
     settings: Settings, matrices: dict[int, Matrix], gradients: dict[int, Tensor]
 ) -> dict[int, Tensor]:
-    """Return this rank's parts of the updates of one round's matrices, flat, by the owner of the matrix.
+    """Return this rank's parts of the updates of one round's matrices, in any shape, by the matrix's owner.
 
     Args:
         matrices: the matrices of the round, by owner (a rank of `settings.group`).
@@ -240,11 +241,11 @@ def exchange_updates(
 
     def num_elements(matrix: Matrix | None, holder: int, *, to_owner: bool) -> int:
         """Return how many elements of a matrix the rank `holder` sends to the owner, or else gets back from it."""
-        is_copy = matrix is not None and matrix.shards == 1 and holder % tensor_size > 0
-        if matrix is None or (to_owner and is_copy):  # of ranks with equal parts, only the first one sends it
+        if matrix is None:
             return 0
         first, last = matrix.ranges[holder // tensor_size]
-        return last - first
+        is_copy = matrix.shards == 1 and holder % tensor_size > 0
+        return 0 if to_owner and is_copy else last - first  # of ranks with equal parts, only the first one sends it
 
     sent = [num_elements(matrices.get(owner), rank, to_owner=True) for owner in range(ranks)]
     received = [num_elements(owned, holder, to_owner=True) for holder in range(ranks)]
@@ -327,9 +328,9 @@ def _describe_matrix(optimizer: Any, stage: Any, name: str, weight: Any, tensor_
     is_shard, config = getattr(weight, "tensor_model_parallel", False), stage.config
     heads_per_group = config.num_attention_heads // config.num_query_groups
     layer_tensor = next(tensor for tensor in all_tensors() if name.endswith(tensor.name))
-    group_and_number = getattr(optimizer, "model_param_group_index_map", None)
-    if isinstance(group_and_number, dict):  # megatron-core's distributed optimizer
-        group, number = group_and_number.get(weight, (None, None))
+    places = getattr(optimizer, "model_param_group_index_map", None)
+    if isinstance(places, dict):  # megatron-core's distributed optimizer
+        group, number = places.get(weight, (None, None))  # number of the group, and of the weight in the group
         main = None if group is None else optimizer.optimizer.param_groups[group]["params"][number]
         ranges = _shard_ranges(stage, weight, data_ranks)
     else:

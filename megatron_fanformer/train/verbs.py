@@ -89,7 +89,6 @@ TRAIN = Verb(
     removed={"--log-file": "set logging.folder, in which every rank has a log file"},
 )
 
-
 CONFIG = Verb(
     name="config",
     help="List the configuration's fields; print a resolved configuration; or turn arguments of Megatron-LM into one.",
