@@ -12,9 +12,9 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, align: st
         rows: cells of Markdown, each on one line; `as_text` makes such a cell of any text.
         align: a letter for each column, l or r; by default every column is aligned left.
     """
-    rules = ("--:" if letter == "r" else "---" for letter in align or "l" * len(columns))
-    lines = ["|".join(["", *(f" {cell} " if cell != "" else " " for cell in row), ""]) for row in [columns, *rows]]
-    return "\n".join([lines[0], f"|{'|'.join(rules)}|", *lines[1:]])
+    rules = ["--:" if letter == "r" else "---" for letter in align or "l" * len(columns)]
+    header, *others = ([f" {cell} " if cell != "" else " " for cell in row] for row in [columns, *rows])
+    return "\n".join(f"|{'|'.join(cells)}|" for cells in [header, rules, *others])
 
 
 def as_text(text: str) -> str:
