@@ -47,7 +47,7 @@ def naming_missing_ranks(store: Any, rank: int, world_size: int) -> Iterator[Non
     except BaseException as error:
         over.set()
         text, code = str(error), getattr(error, "exit_code", 1)
-        if not isinstance(error, RuntimeError) or not LOST.search(text):
+        if not isinstance(error, RuntimeError) or not LOST.search(text):  # this rank fails by itself
             _try_in_time(lambda: _answer(store, rank, text, code))  # tells ranks that wait for this one why it failed
             raise
         answer = f"{WAITING} {_place(traceback.extract_tb(error.__traceback__))}"
