@@ -25,8 +25,8 @@ def run_sections() -> Iterator[tuple[str, str, list[FieldDescription]]]:
     """Yield name, docstring and fields of each section; `model.preset` is the first field of `model`."""
     texts = field_texts(RunConfig)
     for name, section_class in get_type_hints(RunConfig).items():
-        fields = list(describe_fields(section_class, f"{name}."))
-        yield name, texts[name], [PRESET, *fields] if PRESET_KEY.startswith(f"{name}.") else fields
+        preset = [PRESET] if PRESET_KEY.startswith(f"{name}.") else []
+        yield name, texts[name], [*preset, *describe_fields(section_class, f"{name}.")]
 
 
 def field_list() -> str:

@@ -32,7 +32,7 @@ def build_optimizer(config: OptimizerConfig, stages: "list[DistributedDataParall
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=stages[0].ddp_config.use_distributed_optimizer,
-        optimizer="adam",
+        optimizer="adam",  # which `_replacing_adam` replaces
         adam_beta1=config.adam_beta1,
         adam_beta2=config.adam_beta2,
         adam_eps=config.adam_eps,
@@ -59,7 +59,7 @@ def weight_norm(optimizer: "MegatronOptimizer") -> float:
 
     square = 0.0
     for part in single_optimizers(optimizer):
-        norms = [
+        norms = [  # megatron-core computes the norm of these norms over the ranks
             norm(weight).float()
             for weight in part.get_parameters()
             if param_is_not_tensor_parallel_duplicate(weight, getattr(part, "tp_group", None))

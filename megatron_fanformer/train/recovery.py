@@ -76,7 +76,7 @@ class RecoveryConfig:
 
 
 def read_events(run: Path) -> Iterator[dict[str, Any]]:
-    """Yield the recorded events since the run began, the oldest first; ignore unreadable lines and a missing file."""
+    """Yield the events recorded after the last mark `BEGAN`, oldest first; ignore unreadable lines, a missing file."""
     try:
         lines = regular_file(run / RECOVERY).read_bytes().splitlines()
     except OSError:

@@ -108,7 +108,7 @@ def gathered_weights(stages: list[DistributedDataParallel]) -> Iterator[None]:
     """Let the block read up-to-date weights, which `overlap_param_gather` gathers only in the next forward pass."""
     overlapping = [stage for stage in stages if stage.ddp_config.overlap_param_gather]
     for stage in overlapping:
-        stage.disable_forward_pre_hook(param_sync=True)
+        stage.disable_forward_pre_hook(param_sync=True)  # gathers the weights now
     try:
         yield
     finally:

@@ -334,7 +334,7 @@ def _describe_matrix(optimizer: Any, stage: Any, name: str, weight: Any, tensor_
         main = None if group is None else optimizer.optimizer.param_groups[group]["params"][number]
         ranges = _shard_ranges(stage, weight, data_ranks)
     else:
-        main, ranges = getattr(weight, "main_param", weight), [(0, weight.numel())]
+        main, ranges = getattr(weight, "main_param", weight), [(0, weight.numel())]  # float32 weights: no copy
     return Matrix(
         shard=weight.shape,
         shards=tensor_size if is_shard else 1,

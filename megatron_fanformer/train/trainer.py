@@ -173,7 +173,7 @@ class Trainer:
         self.step += 1
         for callback in (*self._callbacks, self._source_counter):
             callback.begin_step(self.step)
-        self._scheduler.step(1)
+        self._scheduler.step(1)  # sets the rate of this step
         batches = StepBatches(self._batches, self._num_micro_batches)
         self.consumed_samples += self.config.training.global_batch_size
         if reason := self._bad_steps.reason_to_skip(self.step):
@@ -277,7 +277,7 @@ class Trainer:
         interval = None if self._bad_steps.in_a_row else self.config.checkpoint.save_interval
         if not (is_due(self.step, interval) or force or self._is_over):
             return False
-        on_main(self._start.data.refuse_changed_files)
+        on_main(self._start.data.refuse_changed_files)  # else the checkpoint would name other data than it has read
         with gathered_weights(self._wrapped):
             self._saves.save(
                 self.step,
