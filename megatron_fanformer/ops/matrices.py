@@ -22,7 +22,7 @@ EPSILON = 1e-7
 
 
 def norm(tensor: Tensor) -> Tensor:
-    """Return the Euclidean norm of all elements, a float64 scalar on the tensor's device."""
+    """Return the Euclidean norm of all elements, a float64 scalar on the tensor's device; `TERMS` says why by parts."""
     flat = tensor.detach().reshape(-1)
     whole = flat.numel() // TERMS * TERMS
     parts = flat[:whole].view(-1, TERMS), flat[None, whole:]  # rows of TERMS elements, and a shorter row of the rest
@@ -36,7 +36,7 @@ def add_product(sum_oh: Tensor, grad_no: Tensor, x_nh: Tensor) -> None:
         sum_oh.addmm_(grad_no.t(), x_nh)
     elif adds_to_wider(sum_oh.dtype, x_nh.dtype, sum_oh.device):
         torch.addmm(sum_oh, grad_no.t(), x_nh, out_dtype=sum_oh.dtype, out=sum_oh)
-    else:
+    else:  # in blocks of rows, so that the products take little memory
         for sums, grad in zip(sum_oh.split(ROWS_A_BLOCK), grad_no.split(ROWS_A_BLOCK, dim=1), strict=True):
             sums.add_(grad.t() @ x_nh)
 
