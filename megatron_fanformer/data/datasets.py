@@ -125,7 +125,7 @@ class _DatasetBuilder:
     def build_blend(self, blend: Blend, part: int, size: int | None) -> Any:
         """Return a blend's dataset for training or validation (`part`), of `size` samples or more; None: one epoch."""
         if not any(source.is_npy for source in blend.sources):
-            return self._build_pairs(blend, {part: size}, None)[part]
+            return self._build_pairs(blend, {part: size}, split=None)[part]
         if len(blend.sources) == 1:
             return self._build_npy(blend.sources[0], size)
         weights, total, shares = self._counts.mixed_sizes(blend, size)
@@ -165,7 +165,7 @@ class _DatasetBuilder:
     def _build_mix_source(self, source: Source, length: int) -> Any:
         if source.is_npy:
             return self._build_npy(source, length)
-        first_epoch = self._build_pairs(Blend([source], None), {TRAIN: None}, None)[TRAIN]
+        first_epoch = self._build_pairs(Blend([source], None), {TRAIN: None}, split=None)[TRAIN]
         return PairEpochs(first_epoch, seed=self._seed, length=length)
 
     def _mix_index(self, blend: Blend, size: int) -> tuple[Any, Any]:

@@ -131,7 +131,7 @@ class PairEpochs(Epochs):
         return self.first_epoch[self.number(index)]
 
     def _order_of(self, epoch: int) -> Any:
-        return super()._order_of(epoch) if epoch else range(self.epoch_samples)  # `first_epoch` is shuffled
+        return super()._order_of(epoch) if epoch else range(self.epoch_samples)  # epoch 0 is shuffled already
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ def _request(url: str, method: str, *, refused_is_missing: bool = False, **optio
 
 
 def _attempt(url: str, method: str, options: dict[str, Any], refused_is_missing: bool) -> Any:
-    """Call a method of the store's driver once. After ConnectionError, another attempt may succeed; else none can."""
+    """Call a method of the store's driver once. ConnectionError means that another attempt may succeed."""
     driver = _driver_of(url)
     settings: dict[str, Any] = {"timeout": REQUEST_SECONDS} if driver.async_impl else {}
     if method == "cat_file" and url.startswith("http"):  # otherwise a server may send a compressed body
