@@ -250,7 +250,7 @@ class Packing:
 
     def describe(self) -> str:
         """Return a line with the packing's counts, and how full the samples are."""
-        longer = f"; {self.cut:,} of them longer, and cut there" if self.cut else ""
+        longer = f"; {self.cut:,} of the conversations cut to fit" if self.cut else ""
         return (
             f"{len(self.members):,} conversations of {self.tokens:,} tokens in {len(self):,} samples of"
             f" {self.capacity:,}, {self.tokens / (len(self) * self.capacity):.1%} filled{longer}"

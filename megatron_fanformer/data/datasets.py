@@ -157,7 +157,7 @@ class _DatasetBuilder:
             orders.append(MixOrder(mix.first_sample, mix_sources, drawn_before, source_index, sample_index))
             if mix is mixes[-1]:
                 drawn[mix_sources] += size  # an upper bound: no mix follows that must know the exact numbers
-            else:
+            else:  # rank 0 counts for all ranks
                 drawn[mix_sources] += on_main(functools.partial(draw_counts, source_index, 0, size, len(mix_sources)))
         datasets = [self._build_mix_source(source, int(count)) for source, count in zip(sources, drawn, strict=True)]
         return MixDataset(datasets, orders, samples=samples)
@@ -171,7 +171,7 @@ class _DatasetBuilder:
     def _mix_index(self, blend: Blend, size: int) -> tuple[Any, Any]:
         """Return a mix's `source_index` and `sample_index` (see `MixOrder`), computed by megatron-core's blending."""
         if len(blend.sources) == 1:
-            return None, None
+            return None, None  # a mix of one source needs no index
         weights = self._counts.mix_weights(blend)
         identity = {"weights": weights, "size": size, "stage": True}  # "stage" tells the folder from those of blends
         # Ranges stand in for the datasets of the sources, since the indices depend on weights and size alone.

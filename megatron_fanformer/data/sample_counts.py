@@ -157,7 +157,7 @@ class SampleCounts:
         return weights, requested
 
     def _need_weights(self, tokens: list[int], size: int | None) -> bool:
-        """Return whether pairs of so many `tokens` must repeat for `size` samples, or one is too short for a sample."""
+        """Return whether pairs of so many `tokens` need weights: they repeat for `size` samples, or one holds none."""
         has_short_pair = min(tokens) <= self._seq_length
         return has_short_pair or (size is not None and size > self._samples(tokens))
 
@@ -168,7 +168,7 @@ class SampleCounts:
         if not tokens:
             raise InputError(
                 f"{source.paths[0]} has {plural(pair.sequences, 'document')}, none is left for {PART_NAMES[part]};"
-                " a split cuts none: use more, another data.split, or separate validation files"
+                " a split cuts no document: use more, another data.split, or separate validation files"
             )
         return tokens
 

@@ -59,7 +59,7 @@ class SentencePieceTokenizer:
         return id if self.piece(id) == piece else None  # for another text, `id` is that of the unknown piece
 
     def cut_at_special(self, text: str) -> list[str | int]:
-        """Return the texts between control pieces in `text`, and the pieces' ids; sentencepiece does not find them."""
+        """Cut `text` at control pieces, which sentencepiece does not find; return the texts and the pieces' ids."""
         if not self.special_ids:
             return [text] if text else []
         longest_first = sorted(map(re.escape, self.special_ids), key=len, reverse=True)

@@ -148,7 +148,7 @@ def join_ids(contexts: Sequence[list[int]], continuations: Sequence[list[int]]) 
     """Return the fields `ids` and `offsets` of `TaskRequests`: each context is joined with its continuation."""
     pairs = list(zip(contexts, continuations, strict=True))
     lengths = [len(context) + len(continuation) for context, continuation in pairs]
-    ids = chain.from_iterable(chain.from_iterable(pairs))
+    ids = chain.from_iterable(chain.from_iterable(pairs))  # of a context, its continuation, the next context, …
     return {"ids": np.fromiter(ids, np.int32, sum(lengths)), "offsets": np.cumsum([0, *lengths], dtype=np.int64)}
 
 

@@ -90,7 +90,7 @@ def _combine_ranks(
     whole_greatest_c = greatest_c.clone()
     dist.all_reduce(whole_greatest_c, op=dist.ReduceOp.MAX, group=group)
     factor_c = (greatest_c - whole_greatest_c).exp()
-    both = torch.stack([sum_c * factor_c, (label_logit_c - whole_greatest_c).where(is_local, 0)])
+    both = torch.stack([sum_c * factor_c, (label_logit_c - whole_greatest_c).where(is_local, 0)])  # 0: on others
     dist.all_reduce(both, group=group)
     return both, factor_c, whole_greatest_c
 
@@ -129,7 +129,7 @@ def exponentials_in_torch(logits_cv: Tensor) -> tuple[Tensor, Tensor]:
         values = logits.float()  # float32 logits are not copied
         row_greatest = values.amax(-1, keepdim=True)
         row_sum = values.sub_(row_greatest).exp_().sum(-1, keepdim=True)
-        if values is not logits:
+        if values is not logits:  # 16-bit logits: values are written back, divided as `exponentials` says
             logits.copy_(values.div_(row_sum))
         sums.append(row_sum.squeeze(-1))
         greatest.append(row_greatest.squeeze(-1))

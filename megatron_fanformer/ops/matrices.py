@@ -57,7 +57,7 @@ def adds_to_wider(wide: torch.dtype, narrow: torch.dtype, device: torch.device) 
 
 
 def orthogonalize(matrix: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
-    """Return approximately U V^T of a matrix U S V^T; the products and the result are in `dtype`."""
+    """Return about U V^T of a matrix U S V^T, by `steps` Newton-Schulz steps; products and result are in `dtype`."""
     is_tall = matrix.shape[0] > matrix.shape[1]
     matrix = matrix.to(dtype)  # ranks exchange matrices in this type: so one rank computes the same numbers as many
     length = torch.linalg.vector_norm(matrix, dtype=torch.float32).clamp_min(EPSILON)
