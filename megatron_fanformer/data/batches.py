@@ -103,14 +103,14 @@ class _ErrorsAsSamples(Dataset[Any]):
         return list(map(self.__getitem__, samples))
 
 
-def _group_for_loader(numbers: Iterator[list[int]], micro_batches: int) -> Iterator[list[int]]:
-    """Yield the sample numbers of `micro_batches` micro batches as one list: the task that a loader takes at a time."""
-    while task := list(itertools.chain.from_iterable(itertools.islice(numbers, micro_batches))):
+def _group_for_loader(numbers: Iterator[list[int]], task_size: int) -> Iterator[list[int]]:
+    """Yield the sample numbers of `task_size` micro batches as one list: the task that a loader takes at a time."""
+    while task := list(itertools.chain.from_iterable(itertools.islice(numbers, task_size))):
         yield task
 
 
 def _raise_errors(tasks: Iterator[list[Any]]) -> Generator[dict[str, Tensor], None, None]:
-    """Yield the micro batches that loader tasks return. Raise a FanformerError among them, or if a loader died."""
+    """Yield the micro batches that loader tasks return. Raise a FanformerError among them, or one if a loader died."""
     try:
         for batch in itertools.chain.from_iterable(tasks):
             if isinstance(batch, FanformerError):

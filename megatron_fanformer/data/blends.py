@@ -103,7 +103,7 @@ def parse_blend(items: Sequence[Word]) -> Blend:
     if not words:
         raise InputError("the list is empty; name at least one prefix of a .bin and .idx pair, or a .npy file")
     numbers = [as_weight(word) for word in words]
-    if numbers[0] is None:
+    if numbers[0] is None:  # a list without weights
         if stray := [word for word, number in zip(words, numbers, strict=True) if number is not None]:
             raise InputError(f"{stray[0]!r} is a weight where others are missing; give every prefix a weight, or none")
         return Blend(_merge_npy_sources([_source(word) for word in words]), None)

@@ -166,11 +166,11 @@ class Conversations:
         prefixes = [source.paths[0] for source in blend.sources]
         opened = {prefix: open_chats(prefix) for prefix in prefixes}
         self._sources: list[ChatFiles] = [opened[prefix] for prefix in prefixes]
-        ranges = [[round(bound * len(chats)) for bound in bounds] for chats in self._sources]
-        self._begins = [begin for begin, _ in ranges]  # each source's first conversation, counted in its files
-        self._ends = np.cumsum([end - begin for begin, end in ranges])  # the end of each source, counted in this set
-        lengths = [chats.lengths[begin:end] for chats, (begin, end) in zip(self._sources, ranges, strict=True)]
-        self.lengths: np.ndarray = np.concatenate(lengths)
+        self._begins = [round(bounds[0] * len(chats)) for chats in self._sources]  # counted in each source's files
+        ends = [round(bounds[1] * len(chats)) for chats in self._sources]  # likewise
+        ranges = list(zip(self._sources, self._begins, ends, strict=True))
+        self._ends = np.cumsum([end - begin for _, begin, end in ranges])  # the end of each source, counted in this set
+        self.lengths: np.ndarray = np.concatenate([chats.lengths[begin:end] for chats, begin, end in ranges])
         """[n] int64: the tokens of each conversation."""
         if not self.lengths.any():
             where = "in them" if split is None else f"left for {PART_NAMES[part]} by data.split {split}"
@@ -250,7 +250,7 @@ class Packing:
 
     def describe(self) -> str:
         """Return a line with the packing's counts, and how full the samples are."""
-        longer = f"; {self.cut:,} of them longer, and cut there" if self.cut else ""
+        longer = f"; {self.cut:,} of the conversations cut to fit" if self.cut else ""
         return (
             f"{len(self.members):,} conversations of {self.tokens:,} tokens in {len(self):,} samples of"
             f" {self.capacity:,}, {self.tokens / (len(self) * self.capacity):.1%} filled{longer}"

@@ -92,7 +92,7 @@ def check_files(config: DataConfig, vocab_size: int | None = None) -> CheckedDat
     valid = {name: config.blend(items) for name, items in config.valid_data.items()}
     mixes = {name: config.blend(items) for name, items in config.stages.items()}
     data = CheckedData(config.index_cache(), train, valid, mixes)
-    # This requests manifests on other stores in parallel; `read_manifest` would request one after the other.
+    # This requests manifests on other stores in parallel, and remembers the answers for `read_manifest`.
     read_small_files(prefix + MANIFEST_SUFFIX for prefix in data.prefixes() if is_url(prefix))
     if config.is_chats:
         data = dataclasses.replace(data, chat_template=_chat_template(train))

@@ -125,7 +125,7 @@ class _DatasetBuilder:
     def build_blend(self, blend: Blend, part: int, size: int | None) -> Any:
         """Return a blend's dataset for training or validation (`part`), of `size` samples or more; None: one epoch."""
         if not any(source.is_npy for source in blend.sources):
-            return self._build_pairs(blend, {part: size}, None)[part]
+            return self._build_pairs(blend, {part: size}, split=None)[part]
         if len(blend.sources) == 1:
             return self._build_npy(blend.sources[0], size)
         weights, total, shares = self._counts.mixed_sizes(blend, size)
@@ -157,7 +157,7 @@ class _DatasetBuilder:
             orders.append(MixOrder(mix.first_sample, mix_sources, drawn_before, source_index, sample_index))
             if mix is mixes[-1]:
                 drawn[mix_sources] += size  # an upper bound: no mix follows that must know the exact numbers
-            else:
+            else:  # rank 0 counts for all ranks
                 drawn[mix_sources] += on_main(functools.partial(draw_counts, source_index, 0, size, len(mix_sources)))
         datasets = [self._build_mix_source(source, int(count)) for source, count in zip(sources, drawn, strict=True)]
         return MixDataset(datasets, orders, samples=samples)
@@ -165,13 +165,13 @@ class _DatasetBuilder:
     def _build_mix_source(self, source: Source, length: int) -> Any:
         if source.is_npy:
             return self._build_npy(source, length)
-        first_epoch = self._build_pairs(Blend([source], None), {TRAIN: None}, None)[TRAIN]
+        first_epoch = self._build_pairs(Blend([source], None), {TRAIN: None}, split=None)[TRAIN]
         return PairEpochs(first_epoch, seed=self._seed, length=length)
 
     def _mix_index(self, blend: Blend, size: int) -> tuple[Any, Any]:
         """Return a mix's `source_index` and `sample_index` (see `MixOrder`), computed by megatron-core's blending."""
         if len(blend.sources) == 1:
-            return None, None
+            return None, None  # a mix of one source needs no index
         weights = self._counts.mix_weights(blend)
         identity = {"weights": weights, "size": size, "stage": True}  # "stage" tells the folder from those of blends
         # Ranges stand in for the datasets of the sources, since the indices depend on weights and size alone.

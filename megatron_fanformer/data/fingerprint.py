@@ -180,9 +180,9 @@ def _blocks(size: int) -> Iterator[tuple[int, int]]:
 
 
 def describe_other_tokenizer(stated: Iterable[str | None], digest: str, whose: str) -> str | None:
-    """Return a warning if manifests state another tokenizer than that of SHA-256 `digest`, named `whose`; else None.
+    """Return a warning if a SHA-256 in manifests, `stated`, is not `digest`, that of the tokenizer `whose`; else None.
 
-    `stated` are the SHA-256s in manifests. Another one is no error: an export may hold the tokenizer in other bytes.
+    Another SHA-256 is no error: an export may hold the same tokenizer in other bytes.
     """
     others = {other for other in stated if other} - {digest}
     if not others:

@@ -72,7 +72,7 @@ def mix_problems(mixes: Mapping[str, Sequence[Word]]) -> list[str]:
     """List the problems of the names and blends of `data.stages`, without opening token files."""
     problems: list[str] = []
     for name, items in mixes.items():
-        collect_problems(problems, functools.partial(first_step, name, batch_tokens=1))
+        collect_problems(problems, functools.partial(first_step, name, batch_tokens=1))  # for its error alone
         problems += blend_problems(f"data.stages.{name}", items)
     return problems
 
@@ -131,7 +131,7 @@ class PairEpochs(Epochs):
         return self.first_epoch[self.number(index)]
 
     def _order_of(self, epoch: int) -> Any:
-        return super()._order_of(epoch) if epoch else range(self.epoch_samples)  # `first_epoch` is shuffled
+        return super()._order_of(epoch) if epoch else range(self.epoch_samples)  # epoch 0 is shuffled already
 
 
 @dataclass(frozen=True)

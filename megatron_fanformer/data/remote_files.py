@@ -34,8 +34,8 @@ PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, *[16.0] * 6)  # between attempts
 # For all attempts: less than the default of runtime.distributed_timeout_minutes, since other ranks wait meanwhile.
 PATIENCE_SECONDS = 70.0
 # Fields of fsspec's `info` that identify the content, and times, for stores that state none of these fields.
-_STRONG = ("ETag", "etag", "generation", "blob_id", "md5Hash", "content_md5", "Content-MD5")
-_WEAK = ("mtime", "Last-Modified", "LastModified", "last_modified", "modified", "updated", "created")
+_CONTENT_FIELDS = ("ETag", "etag", "generation", "blob_id", "md5Hash", "content_md5", "Content-MD5")
+_TIME_FIELDS = ("mtime", "Last-Modified", "LastModified", "last_modified", "modified", "updated", "created")
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ def _request(url: str, method: str, *, refused_is_missing: bool = False, **optio
 
 
 def _attempt(url: str, method: str, options: dict[str, Any], refused_is_missing: bool) -> Any:
-    """Call a method of the store's driver once. After ConnectionError, another attempt may succeed; else none can."""
+    """Call a method of the store's driver once. ConnectionError means that another attempt may succeed."""
     driver = _driver_of(url)
     settings: dict[str, Any] = {"timeout": REQUEST_SECONDS} if driver.async_impl else {}
     if method == "cat_file" and url.startswith("http"):  # otherwise a server may send a compressed body
@@ -182,8 +182,8 @@ def find_file(url: str) -> RemoteFile | None:
         return None
     if not isinstance(info.get("size"), int):
         raise InputError(f"{redacted(url)}: its store states no size; serve it by one that does")
-    version = next((str(info[name]) for name in (*_STRONG, *_WEAK) if info.get(name)), None)
-    if version and "ino" in info and not any(map(info.get, _STRONG)):
+    version = next((str(info[name]) for name in (*_CONTENT_FIELDS, *_TIME_FIELDS) if info.get(name)), None)
+    if version and "ino" in info and not any(map(info.get, _CONTENT_FIELDS)):
         version += f" {info['ino']}"  # a replaced file may have the same time, but has another inode
     return RemoteFile(url, info["size"], version)
 

@@ -35,7 +35,7 @@ class SampleCounts:
         train = self._data.train
         if config.split is not None:
             for sizes in self.group_parts(train, {TRAIN: train_samples, VALIDATION: valid_samples}):
-                self.pair_sizes(train, sizes, is_split=True)
+                self.pair_sizes(train, sizes, is_split=True)  # called for the errors that it raises, as below
         elif len(mixes) > 1:
             for mix in mixes:
                 self.mix_weights(mix.blend)
@@ -47,7 +47,7 @@ class SampleCounts:
     def _check_blend(self, blend: Blend, part: int, size: int | None) -> None:
         """Raise InputError if one of the datasets that make up a blend is too small for one sample."""
         if not any(source.is_npy for source in blend.sources):
-            self.pair_sizes(blend, {part: size}, is_split=False)
+            self.pair_sizes(blend, {part: size}, is_split=False)  # called for the errors that it raises
         elif len(blend.sources) > 1:
             *_, shares = self.mixed_sizes(blend, size)
             for source, share in zip(blend.sources, shares, strict=True):
@@ -157,7 +157,7 @@ class SampleCounts:
         return weights, requested
 
     def _need_weights(self, tokens: list[int], size: int | None) -> bool:
-        """Return whether pairs of so many `tokens` must repeat for `size` samples, or one is too short for a sample."""
+        """Return whether pairs of so many `tokens` need weights: they repeat for `size` samples, or one holds none."""
         has_short_pair = min(tokens) <= self._seq_length
         return has_short_pair or (size is not None and size > self._samples(tokens))
 
@@ -168,7 +168,7 @@ class SampleCounts:
         if not tokens:
             raise InputError(
                 f"{source.paths[0]} has {plural(pair.sequences, 'document')}, none is left for {PART_NAMES[part]};"
-                " a split cuts none: use more, another data.split, or separate validation files"
+                " a split cuts no document: use more, another data.split, or separate validation files"
             )
         return tokens
 

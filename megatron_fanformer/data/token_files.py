@@ -332,7 +332,7 @@ def open_npy_files(paths: Iterable[str], dtype: NpyType) -> list[NpyFile]:
     """
     paths = list(paths)
     urls = [path for path in paths if is_url(path)]
-    # These two request files and manifests in parallel; `_open_npy` would request one after the other.
+    # These two request files and manifests in parallel, and remember the answers, for which `_open_npy` then asks.
     look_up(urls)
     read_small_files(npy_prefix(url) + MANIFEST_SUFFIX for url in urls)
     open_file = functools.partial(_open_npy, default=dtype)

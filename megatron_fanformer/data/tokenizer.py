@@ -56,10 +56,10 @@ class SentencePieceTokenizer:
     def id_of(self, piece: str) -> int | None:
         """Return the id of a piece; None if there is none."""
         id = int(self._processor.piece_to_id(piece))
-        return id if self.piece(id) == piece else None
+        return id if self.piece(id) == piece else None  # for another text, `id` is that of the unknown piece
 
     def cut_at_special(self, text: str) -> list[str | int]:
-        """Return the texts between control pieces in `text`, and the pieces' ids; sentencepiece does not find them."""
+        """Cut `text` at control pieces, which sentencepiece does not find; return the texts and the pieces' ids."""
         if not self.special_ids:
             return [text] if text else []
         longest_first = sorted(map(re.escape, self.special_ids), key=len, reverse=True)
@@ -244,7 +244,7 @@ def tokenizer_file(path: str | Path) -> Path:
         candidates = [path / TOKENIZER_JSON, path / TOKENIZER_MODEL, *(models if len(models) == 1 else [])]
         if not (files := [file for file in candidates if file.is_file()]):
             raise InputError(
-                f"folder {path} holds no tokenizer.json and not one .model file; make a tokenizer.json by "
+                f"folder {path} holds no tokenizer.json and not exactly one .model file; make a tokenizer.json by "
                 "transformers' AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
             )
         path = files[0]

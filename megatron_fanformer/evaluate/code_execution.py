@@ -77,7 +77,7 @@ def _run_program(limits: Limits, program: Program) -> Result:
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # and all processes that the program started
-    if report:
+    if report:  # `passed` or an error; nothing if the program ended the process
         text = report.decode(errors="replace")
         return Result(outcome="passed") if text == "passed" else Result(outcome="failed", message=text)
     if process.returncode == -signal.SIGXCPU:

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.evaluate.results import Result, TaskResult, figure, is_share
+from megatron_fanformer.evaluate.results import Result, TaskResult, format_value, is_share
 from megatron_fanformer.evaluate.tasks import GENERATED
 from megatron_fanformer.options import option_name
 from megatron_fanformer.terminal import table
@@ -114,10 +114,10 @@ def _task_difference(
                 f"{name}: document {left['doc_id']} of A is another one in B; evaluate both with the same --requests, "
                 "--limit and files"
             )
-    columns = [np.array([(one["score"], one.get("weight", 1.0)) for one in task.documents]) for task in (a, b)]
-    sums = resampled_sums(np.concatenate(columns, axis=1), draws, generator)  # A's score and weight, then B's
+    terms = [np.array([(one["score"], one.get("weight", 1.0)) for one in task.documents]) for task in (a, b)]
+    sums = resampled_sums(np.concatenate(terms, axis=1), draws, generator)  # A's score and weight, then B's
     drawn = _quotient(sums[:, 2:]) - _quotient(sums[:, :2])
-    values = [float(_quotient(of_task.sum(0))) for of_task in columns]
+    values = [float(_quotient(task_terms.sum(0))) for task_terms in terms]
     return _difference(name, a.metric, values, drawn, len(a.documents)), drawn
 
 
@@ -164,10 +164,10 @@ def comparison_lines(comparison: Comparison) -> Iterator[str]:
         rows = [
             (
                 one.name,
-                figure(one.metric, one.a),
-                figure(one.metric, one.b),
-                figure(one.metric, one.difference, sign="+"),
-                " to ".join(figure(one.metric, end, sign="+") for end in one.interval),
+                format_value(one.metric, one.a),
+                format_value(one.metric, one.b),
+                format_value(one.metric, one.difference, sign="+"),
+                " to ".join(format_value(one.metric, end, sign="+") for end in one.interval),
             )
             for one in (*comparison.tasks.values(), *filter(None, [comparison.mean]))
         ]

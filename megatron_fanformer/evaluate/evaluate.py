@@ -45,8 +45,8 @@ def evaluate(options: EvaluateOptions) -> None:
         InputError: the input is wrong; the message has all problems that show before weights are read, one line each.
         CorruptError: a checkpoint, a request file or token files are damaged.
     """
-    outcome = "before the end; --output has the checkpoints that were done, and the same command starts anew"
-    with report_failure(), ended_by_stop_signals(outcome):
+    note_on_stop = "before the end; --output has the checkpoints that were done, and the same command starts anew"
+    with report_failure(), ended_by_stop_signals(note_on_stop):
         end_with_launcher()
         devices.prepare_libraries()
         if sum(map(bool, (options.checkpoints, options.compare, options.prepare))) > 1:
@@ -75,7 +75,7 @@ def _evaluate_on_new_ranks(request: EvaluationRequest) -> None:
         return
     from megatron_fanformer.runtime.parallel import distributed
 
-    with distributed(request.layout.parallel, None, runtime) as grid:
+    with distributed(request.layout.parallel, None, runtime) as grid:  # None: this process is the only rank
         _evaluate_jobs(request, jobs, grid)
 
 
@@ -83,16 +83,16 @@ def _evaluate_as_rank(options: EvaluateOptions, address: devices.RankAddress) ->
     from megatron_fanformer.runtime.agreement import on_main
     from megatron_fanformer.runtime.parallel import process_group, rank_grid
 
-    def find() -> "tuple[EvaluationRequest, Jobs]":
+    def find_request_and_jobs() -> "tuple[EvaluationRequest, Jobs]":
         if (launched := read_payload()) is not None:  # from `_evaluate_on_new_ranks`; torchrun gives none
             return cast("tuple[EvaluationRequest, Jobs]", launched)
         request = read_request(options, world_size=address.world_size)
         return request, _find_jobs(request)
 
     runtime = RuntimeConfig(device=options.device)
-    with process_group(runtime, address) as kind:
-        request, jobs = on_main(find)
-        with rank_grid(request.layout.parallel, kind, runtime) as grid:
+    with process_group(runtime, address) as device_kind:
+        request, jobs = on_main(find_request_and_jobs)
+        with rank_grid(request.layout.parallel, device_kind, runtime) as grid:
             _evaluate_jobs(request, jobs, grid)
 
 
@@ -173,9 +173,9 @@ def read_request(options: EvaluateOptions, *, world_size: int | None = None) -> 
 def _expand_checkpoints(name: str) -> list[str]:
     """Return the paths of all checkpoints in a run's folder `checkpoints`; return any other name as it is."""
     path = Path(name)
-    if path.name != run_folder.CHECKPOINTS or not path.is_dir() or run_folder.is_checkpoint(path):
-        return [name]
-    return list(map(str, run_folder.complete_checkpoints(path.parent))) or [name]
+    names_all = path.name == run_folder.CHECKPOINTS and path.is_dir() and not run_folder.is_checkpoint(path)
+    checkpoints = run_folder.complete_checkpoints(path.parent) if names_all else []
+    return list(map(str, checkpoints)) or [name]
 
 
 def _find_checkpoint(path: str) -> Path:
@@ -242,6 +242,6 @@ def _resolve_layout(text: str, world_size: int | None) -> Layout:
     layout = parse_layout(text)
     if world_size is None:
         return layout
-    stated = replace(layout.parallel, data_parallel_size=layout_fields(text).get("data_parallel_size"))
+    stated = replace(layout.parallel, data_parallel_size=layout_fields(text).get("data_parallel_size"))  # or None
     replicas = stated.resolve_data_parallel_size(world_size)
     return replace(layout, parallel=replace(stated, data_parallel_size=replicas))

@@ -68,7 +68,7 @@ def evaluate(
         answer = Continuation(tokenizer, context, SamplingConfig(), max_new_tokens=new_tokens, stop=document["stop"])
         answers.append(answer)
     continue_all(model, answers, BATCH_SIZE, lambda ended: log(f"{ended:,} of {len(answers):,} texts"))
-    judge = _run_programs if name in CODE else _compare_numbers
+    judge = _judge_programs if name in CODE else _judge_numbers
     verdicts = judge(documents, [answer.text for answer in answers])
     results = [
         {"doc_id": document["doc_id"], "text": answer.text, "tokens": len(answer.ids), "ended_by": answer.ended_by}
@@ -85,7 +85,7 @@ def final_number(text: str) -> Decimal | None:
     return Decimal(numbers[-1].replace(",", "").replace(" ", "")) if numbers else None
 
 
-def _compare_numbers(documents: Sequence[dict[str, Any]], texts: Sequence[str]) -> list[dict[str, Any]]:
+def _judge_numbers(documents: Sequence[dict[str, Any]], texts: Sequence[str]) -> list[dict[str, Any]]:
     """Return a verdict on each text, which is right if its last number equals the answer's (18.00 equals 18)."""
     verdicts = []
     for document, text in zip(documents, texts, strict=True):
@@ -101,7 +101,7 @@ def program(document: dict[str, Any], text: str) -> Program:
     return Program(f"{document['head']}{text}\n", document["tests"])
 
 
-def _run_programs(documents: Sequence[dict[str, Any]], texts: Sequence[str]) -> list[dict[str, Any]]:
+def _judge_programs(documents: Sequence[dict[str, Any]], texts: Sequence[str]) -> list[dict[str, Any]]:
     results = run_programs([program(document, text) for document, text in zip(documents, texts, strict=True)])
     return [
         {"score": float(result.outcome == "passed"), "outcome": result.outcome, "message": result.message}

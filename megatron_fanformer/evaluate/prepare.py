@@ -204,7 +204,7 @@ def _request_texts(task: Task) -> Iterator[_Request]:
         (request["doc_id"] - NEUTRAL_OFFSET, request["idx"]): request["request"]["context"]
         for requests in (library_task.dataset if is_olmes else ())
         for request in requests
-        if request["doc_id"] >= NEUTRAL_OFFSET
+        if request["doc_id"] >= NEUTRAL_OFFSET  # the request has a neutral context
     }
     for sample in library_task.samples:
         for choice, number in enumerate(sample.get("choices", sample["continuation"]), start=sample["cont_id"]):
@@ -336,7 +336,7 @@ def _document(name: str, line: dict[str, Any]) -> dict[str, Any]:
     if name == "mbpp":
         tests = "\n".join([document["test_setup_code"], *document["test_list"]])
         return {**common, "head": "", "tests": tests, "solution": document["code"]}
-    head = document["prompt"].rstrip()
+    head = document["prompt"].rstrip()  # of HumanEval: the model writes the white space after it
     return {
         **common,
         "prompt": head,

@@ -148,7 +148,7 @@ def join_ids(contexts: Sequence[list[int]], continuations: Sequence[list[int]]) 
     """Return the fields `ids` and `offsets` of `TaskRequests`: each context is joined with its continuation."""
     pairs = list(zip(contexts, continuations, strict=True))
     lengths = [len(context) + len(continuation) for context, continuation in pairs]
-    ids = chain.from_iterable(chain.from_iterable(pairs))
+    ids = chain.from_iterable(chain.from_iterable(pairs))  # of a context, its continuation, the next context, …
     return {"ids": np.fromiter(ids, np.int32, sum(lengths)), "offsets": np.cumsum([0, *lengths], dtype=np.int64)}
 
 
@@ -168,13 +168,13 @@ def first_documents(requests: TaskRequests, limit: int | None) -> TaskRequests:
     )
 
 
-def cut_to_context(requests: TaskRequests, context_length: int, *, limit: str = "the context length") -> TaskRequests:
+def cut_to_context(requests: TaskRequests, context_length: int, *, named: str = "the context length") -> TaskRequests:
     """Return the requests, cut to at most `context_length` + 1 ids: a model's input is all ids but the last.
 
     Contexts lose their beginning, as in ai2-olmo-eval; `cut_tokens` also counts tokens that were cut before this call.
 
     Args:
-        limit: what `context_length` is called in an error.
+        named: what an error calls `context_length`.
 
     Raises:
         InputError: a continuation alone is longer than the context length.
@@ -182,7 +182,7 @@ def cut_to_context(requests: TaskRequests, context_length: int, *, limit: str = 
     longest = int(requests.continuation_tokens.max(initial=0))
     if longest > context_length:
         raise InputError(
-            f"task {requests.name} has a continuation of {longest} tokens, more than {limit}, {context_length}; "
+            f"task {requests.name} has a continuation of {longest} tokens, more than {named}, {context_length}; "
             "leave the task out, or allow as many"
         )
     lengths = np.diff(requests.offsets)
@@ -194,7 +194,7 @@ def cut_to_context(requests: TaskRequests, context_length: int, *, limit: str = 
         ids=requests.ids[from_end <= np.repeat(kept, lengths)],
         offsets=np.concatenate([[0], np.cumsum(kept)]),
         cut_tokens=requests.cut_tokens + (lengths - kept).astype(np.int32),
-        unconditional=None if neutral is None else cut_to_context(neutral, context_length, limit=limit),
+        unconditional=None if neutral is None else cut_to_context(neutral, context_length, named=named),
     )
 
 
@@ -301,7 +301,7 @@ def _unpack_task(name: str, metric: str, arrays: Mapping[str, np.ndarray]) -> Ta
     lengths = {length: arrays[f"{name}/{length}"] for length in LENGTHS}
     fields: dict[str, Any] = {field: arrays[f"{name}/{field}"] for field in ARRAYS}
     task = TaskRequests(name=name, metric=metric, lengths=lengths, **fields)
-    if f"{name}/unconditional/ids" not in arrays:
+    if f"{name}/unconditional/ids" not in arrays:  # the task has no neutral contexts
         return task
     fields = {field: arrays[f"{name}/unconditional/{field}"] for field in UNCONDITIONAL}
     return replace(task, unconditional=replace(task, **fields))

@@ -126,7 +126,7 @@ def is_share(metric: str | None) -> bool:
     return metric not in LOWER_IS_BETTER
 
 
-def figure(metric: str | None, value: float, *, sign: str = "") -> str:
+def format_value(metric: str | None, value: float, *, sign: str = "") -> str:
     """Format a metric's value, or a difference of two values; shares in percent.
 
     Args:
@@ -152,7 +152,7 @@ def _column(result: Result) -> dict[tuple[str, str], str]:
     cells = {}
     for name, task in result.tasks.items():
         measured = task.metrics[task.metric]
-        value, error = (figure(task.metric, number) for number in (measured.value, measured.standard_error))
+        value, error = (format_value(task.metric, number) for number in (measured.value, measured.standard_error))
         cells[name, task.metric] = f"{value} ± {error}"
     shares = [task.metrics[task.metric].value for task in result.tasks.values() if is_share(task.metric)]
     if len(shares) > 1:

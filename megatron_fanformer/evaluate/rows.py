@@ -83,7 +83,7 @@ def length_multiple(stages: list[Any], grid: RankGrid) -> int:
 
 @contextmanager
 def evaluating(stages: list[Any]) -> Iterator[None]:
-    """Put the stages into evaluation mode, and restore at the end what evaluation changes in them.
+    """Put the stages into evaluation mode; at the end restore their modes and the newest records of FP8's scaling.
 
     FP8's `delayed` recipe records the largest values of every forward pass, and derives a training step's scales from
     them. The values of an evaluation differ from rank to rank, and a checkpoint would store those of one rank.

@@ -137,10 +137,10 @@ def task_metrics(requests: TaskRequests, scores: TaskScores) -> dict[str, Metric
 
     Raises DivergenceError if a log-probability is not finite.
     """
-    return {name: mean_value(*columns.T) for name, columns in document_sums(requests, scores).items()}
+    return {name: mean_value(*columns.T) for name, columns in document_terms(requests, scores).items()}
 
 
-def document_sums(requests: TaskRequests, scores: TaskScores) -> dict[str, np.ndarray]:
+def document_terms(requests: TaskRequests, scores: TaskScores) -> dict[str, np.ndarray]:
     """Return, for each metric, [documents, 2] float64: each document's terms of the numerator and the denominator.
 
     To bootstrap a metric, resample the rows and divide their sums.
@@ -154,7 +154,7 @@ def document_sums(requests: TaskRequests, scores: TaskScores) -> dict[str, np.nd
                 "evaluate an earlier checkpoint"
             )
     is_right_choice = requests.labels == requests.choices
-    sums: dict[str, np.ndarray] = {}
+    terms: dict[str, np.ndarray] = {}
     if requests.metric not in OF_ONE_ANSWER or requests.choices.any():  # the task has choices to compare
         choice_scores = {
             "acc": scores.conditional,
@@ -166,17 +166,17 @@ def document_sums(requests: TaskRequests, scores: TaskScores) -> dict[str, np.nd
             choice_scores[PMI] = scores.conditional - scores.unconditional
         predictions = {name: _predictions(requests, values) for name, values in choice_scores.items()}
         labels = requests.labels[is_right_choice]  # one for each document
-        sums = {name: _with_ones(predicted == labels) for name, predicted in predictions.items()}
+        terms = {name: _mean_terms(predicted == labels) for name, predicted in predictions.items()}
         if requests.metric == "f1":
             predicted, actual = predictions["acc"] == POSITIVE, labels == POSITIVE
             # F1 is 2 TP / (2 TP + FP + FN): the denominator is the positive predictions plus the positive labels.
             numerators, denominators = 2.0 * (predicted & actual), 1.0 * predicted + 1.0 * actual
-            sums["f1"] = np.stack([numerators, denominators], axis=1)
+            terms["f1"] = np.stack([numerators, denominators], axis=1)
     right_lengths = {name: lengths[is_right_choice] for name, lengths in requests.lengths.items()}
     for name, nats_per_unit in (("bpb", math.log(2)), ("bpb_with_space", math.log(2)), ("ce_loss", 1.0)):
         nats = -_divided(scores.conditional[is_right_choice], right_lengths[DIVISORS[name]])
-        sums[name] = _with_ones(nats / nats_per_unit)
-    return sums
+        terms[name] = _mean_terms(nats / nats_per_unit)
+    return terms
 
 
 def _divided(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -192,7 +192,7 @@ def _predictions(requests: TaskRequests, scores: np.ndarray) -> np.ndarray:
     return table.argmax(axis=1)
 
 
-def _with_ones(numerators: np.ndarray) -> np.ndarray:
+def _mean_terms(numerators: np.ndarray) -> np.ndarray:
     return np.stack([numerators.astype(np.float64), np.ones(len(numerators))], axis=1)  # the denominators of a mean
 
 
@@ -200,9 +200,9 @@ def choice_result(task: TaskRequests, scores: TaskScores) -> TaskResult:
     """Return the result of a task: every metric, and for the default metric the scores of each document."""
     divisors = task.lengths[DIVISORS[task.metric]] if task.metric in DIVISORS else task.continuation_tokens
     begins = np.flatnonzero(np.diff(task.documents, prepend=-1)).tolist()  # index of each document's first request
-    sums = document_sums(task, scores)[task.metric].tolist()
+    terms = document_terms(task, scores)[task.metric].tolist()
     documents = []
-    for first, end, (score, weight) in zip(begins, [*begins[1:], len(task)], sums, strict=True):
+    for first, end, (score, weight) in zip(begins, [*begins[1:], len(task)], terms, strict=True):
         document = {
             "doc_id": int(task.documents[first]),
             "label": int(task.labels[first]),

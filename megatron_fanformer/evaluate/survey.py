@@ -69,7 +69,7 @@ class PerplexitySet:
                 f"{self.name} holds {sum(file.tokens for file in self.files)} tokens in {len(self.files)} files and no "
                 f"chunk of {size}; set {SECTION}.chunk_tokens lower"
             )
-        return chunks if self.most_tokens is None else chunks[: -(-self.most_tokens // size)]
+        return chunks if self.most_tokens is None else chunks[: -(-self.most_tokens // size)]  # rounded up
 
     def read(self, chunk: np.ndarray) -> np.ndarray:
         """Return [chunk_tokens] int64, the ids of a chunk, which is a row of `chunks()`.
@@ -135,7 +135,7 @@ def survey_evaluation(
                 tokenizer=load_tokenizer(tokenizer, eod_id=end_of_text_id, needs_eod=False) if tokenizer else None,
             ),
         )
-    if tasks is None or sets is None:
+    if tasks is None or sets is None:  # `problems` has the reasons
         raise InputError("\n".join(problems))
     return EvaluationSurvey(tasks=tasks, sets=tuple(sets))
 
@@ -159,7 +159,7 @@ def _find_tasks(
     problems: list[str] = []
     tasks: dict[str, TaskRequests] = {}
     for name, prepared in requests.select(names, limit=config.limit).items():
-        task = collect_problems(problems, partial(cut_to_context, prepared, seq_length, limit="the model's sequences"))
+        task = collect_problems(problems, partial(cut_to_context, prepared, seq_length, named="the model's sequences"))
         if task is None:
             continue  # `problems` has its line
         tasks[name] = task

@@ -44,4 +44,4 @@ class _CausalAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *qkv, out, log_sums = ctx.saved_tensors
-        return *cpu_kernels.causal_attention_backward(tuple(qkv), out, log_sums, grad, ctx.scale), None
+        return *cpu_kernels.causal_attention_backward(tuple(qkv), out, log_sums, grad, ctx.scale), None  # scale: None

@@ -114,7 +114,7 @@ def _is_readable(tensor: Tensor) -> bool:
 
 
 def softmax(logits_cv: Tensor) -> tuple[Tensor, Tensor]:
-    """Replace each row by its softmax, or in float32 by exp(logit - largest logit), which is not divided by the sum.
+    """Replace each row by its softmax, in float32 by exp(logit - largest logit), see `cross_entropy.exponentials`.
 
     Returns:
         The largest logit, and the sum of exp(logit - largest logit), both [c] in float32.
@@ -125,7 +125,7 @@ def softmax(logits_cv: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def can_take_attention(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether `causal_attention` can take the tensors: shapes must be equal, and heads of whole words."""
+    """Return whether `causal_attention` can take the tensors: shapes must be equal, and heads fill whole words."""
     has_whole_words = query.shape[-1] * query.element_size() % WORD_BYTES == 0
     return can_take(query, key, value) and query.shape == key.shape == value.shape and has_whole_words
 
@@ -140,7 +140,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) ->
     batch, heads, length, size = query.shape
     out = query.new_empty(length, batch, heads, size).permute(1, 2, 0, 3)
     log_sums = query.new_empty(batch, heads, length, dtype=torch.float32)
-    strides = _strides(query, key, value, out, out)  # the last ones are for a gradient, which only a backward has
+    strides = _strides(query, key, value, out, out)  # `out` again, for the gradient that only a backward pass has
     _call("causal_attention", query, key, value, out, log_sums, strides, *query.shape, float(scale))
     return out, log_sums
 

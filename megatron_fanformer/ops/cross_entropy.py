@@ -71,13 +71,13 @@ def write_loss_gradient(
             scale_c = 1 + 2 * z_loss_coefficient * log_sum_c
             scale_c = scale_c.where(scale_c.abs() >= SMALLEST_SCALE, SMALLEST_SCALE)
             probability_c, share_c = probability_c * scale_c, share_c * scale_c
-        below_one_c = probability_c - 1  # the label's gradient, rounded once; the caller multiplies by share_c
-        logits_cv[rows, columns] = (below_one_c / share_c).to(logits_cv.dtype).where(is_local, logits_cv[rows, columns])
+        label_grad_c = (probability_c - 1) / share_c  # rounded once, in the next line; the caller multiplies by share_c
+        logits_cv[rows, columns] = label_grad_c.to(logits_cv.dtype).where(is_local, logits_cv[rows, columns])
     return ChunkFactors(share_c, log_sum_c)
 
 
 def _combine_ranks(
-    greatest_c: Tensor, sum_c: Tensor, label_c: Tensor, is_local: Tensor, group: dist.ProcessGroup
+    greatest_c: Tensor, sum_c: Tensor, label_logit_c: Tensor, is_local: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Combine the ranks' parts of the vocabulary.
 
@@ -86,13 +86,13 @@ def _combine_ranks(
         exp(local largest - largest), [c]; the largest logit of the whole vocabulary, [c].
     """
     if group.size() == 1:
-        return torch.stack([sum_c, label_c - greatest_c]), torch.ones_like(sum_c), greatest_c
-    whole_c = greatest_c.clone()
-    dist.all_reduce(whole_c, op=dist.ReduceOp.MAX, group=group)
-    factor_c = (greatest_c - whole_c).exp()
-    both = torch.stack([sum_c * factor_c, (label_c - whole_c).where(is_local, 0)])
+        return torch.stack([sum_c, label_logit_c - greatest_c]), torch.ones_like(sum_c), greatest_c
+    whole_greatest_c = greatest_c.clone()
+    dist.all_reduce(whole_greatest_c, op=dist.ReduceOp.MAX, group=group)
+    factor_c = (greatest_c - whole_greatest_c).exp()
+    both = torch.stack([sum_c * factor_c, (label_logit_c - whole_greatest_c).where(is_local, 0)])  # 0: on others
     dist.all_reduce(both, group=group)
-    return both, factor_c, whole_c
+    return both, factor_c, whole_greatest_c
 
 
 def exponentials(logits_cv: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,7 +113,7 @@ def exponentials(logits_cv: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _triton_kernel() -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
-    if not has_triton("the loss head's exponentials run"):
+    if not has_triton(warning_start="the loss head's exponentials run"):
         return None
     from megatron_fanformer.ops import cross_entropy_triton
 
@@ -129,7 +129,7 @@ def exponentials_in_torch(logits_cv: Tensor) -> tuple[Tensor, Tensor]:
         values = logits.float()  # float32 logits are not copied
         row_greatest = values.amax(-1, keepdim=True)
         row_sum = values.sub_(row_greatest).exp_().sum(-1, keepdim=True)
-        if values is not logits:
+        if values is not logits:  # 16-bit logits: values are written back, divided as `exponentials` says
             logits.copy_(values.div_(row_sum))
         sums.append(row_sum.squeeze(-1))
         greatest.append(row_greatest.squeeze(-1))

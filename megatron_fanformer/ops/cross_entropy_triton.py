@@ -38,8 +38,8 @@ def _exponentials(logits_cv, greatest_c, sum_c, V: tl.constexpr, BLOCK: tl.const
     token = tl.program_id(0)
     row = logits_cv + token.to(tl.int64) * V  # 64 bits: there may be more than 2^31 logits
     columns = tl.arange(0, BLOCK)
-    greatest = tl.load(row).to(tl.float32)
-    total = 0.0
+    greatest = tl.load(row).to(tl.float32)  # the largest logit so far
+    total = 0.0  # the sum of exp(logit - greatest) so far
     for begin in range(0, V, BLOCK):
         logits = tl.load(row + begin + columns, mask=begin + columns < V, other=-float("inf")).to(tl.float32)
         new_greatest = tl.maximum(greatest, tl.max(logits))
@@ -52,6 +52,6 @@ def _exponentials(logits_cv, greatest_c, sum_c, V: tl.constexpr, BLOCK: tl.const
         is_column = begin + columns < V
         logits = tl.load(row + begin + columns, mask=is_column, other=-float("inf")).to(tl.float32)
         values = tl.exp(logits - greatest)
-        if logits_cv.dtype.element_ty != tl.float32:
+        if logits_cv.dtype.element_ty != tl.float32:  # 16-bit results are divided here, which rounds them only once
             values *= share
         tl.store(row + begin + columns, values.to(logits_cv.dtype.element_ty), mask=is_column)

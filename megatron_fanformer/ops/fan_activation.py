@@ -32,7 +32,7 @@ def implementation_for(tensor: Tensor) -> Implementation:
 
 
 def _triton_kernel() -> Implementation | None:
-    if not has_triton("the FAN activation runs"):
+    if not has_triton(warning_start="the FAN activation runs"):
         return None
     from megatron_fanformer.ops import fan_activation_triton
 
@@ -40,9 +40,9 @@ def _triton_kernel() -> Implementation | None:
 
 
 def activate(pre_tnr: Tensor, x_f_nw: Tensor, periodic: int, gelu: bool) -> Tensor | None:
-    """Write [cos p, sin p, g] to x_f_nw, in PyTorch (see `Implementation.activate`)."""
+    """Write [cos p, sin p, g] to `x_f_nw`; with `gelu`, write GELU(g) for g, and return g, which the gradient needs."""
     phase_ntp, g_ntg = pre_tnr.transpose(0, 1).split([periodic, pre_tnr.shape[-1] - periodic], dim=-1)
-    cos_ntp, sin_ntp, out_ntg = _canonical_views(x_f_nw, len(pre_tnr), periodic)
+    cos_ntp, sin_ntp, out_ntg = _views_by_rank(x_f_nw, len(pre_tnr), periodic)
     # A contiguous float32 copy to overwrite: PyTorch's cos and sin are slow on a part of each row.
     phase_ntp = _wide_copy(phase_ntp)
     cos_ntp.copy_(phase_ntp.cos())
@@ -52,15 +52,15 @@ def activate(pre_tnr: Tensor, x_f_nw: Tensor, periodic: int, gelu: bool) -> Tens
 
 
 def differentiate(x_f_nw: Tensor, grad_nw: Tensor, g_nv: Tensor | None, grad_pre_tnr: Tensor, periodic: int) -> None:
-    """Write the gradient of p | g, in PyTorch: d p = d sin p * cos p - d cos p * sin p."""
+    """Write the gradient of p | g to `grad_pre_tnr`, in PyTorch: d p = d sin p * cos p - d cos p * sin p."""
     ranks = len(grad_pre_tnr)
-    grad_cos, grad_sin, grad_g = _canonical_views(grad_nw, ranks, periodic)
-    cos_ntp, sin_ntp, _ = _canonical_views(x_f_nw, ranks, periodic)
+    grad_cos, grad_sin, grad_g = _views_by_rank(grad_nw, ranks, periodic)
+    cos_ntp, sin_ntp, _ = _views_by_rank(x_f_nw, ranks, periodic)
     out_p, out_g = grad_pre_tnr.transpose(0, 1).split([periodic, grad_pre_tnr.shape[-1] - periodic], dim=-1)
     if grad_nw.dtype == _wide_dtype(grad_nw):
         torch.mul(grad_sin, cos_ntp, out=out_p)
         out_p.sub_(grad_cos * sin_ntp)
-    else:  # rounded once
+    else:  # 16-bit tensors: computed in float32, and rounded once
         high = _wide_copy(grad_sin).mul_(_wide_copy(cos_ntp))
         out_p.copy_(high.sub_(_wide_copy(grad_cos).mul_(_wide_copy(sin_ntp))))
     out_g.copy_(grad_g if g_nv is None else torch.ops.aten.gelu_backward(grad_g, g_nv.view(grad_g.shape)))
@@ -79,7 +79,7 @@ def _wide_copy(tensor: Tensor) -> Tensor:
     return tensor.to(_wide_dtype(tensor), memory_format=torch.contiguous_format, copy=True)
 
 
-def _canonical_views(x_f_nw: Tensor, ranks: int, periodic: int) -> tuple[Tensor, Tensor, Tensor]:
+def _views_by_rank(x_f_nw: Tensor, ranks: int, periodic: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return cos p [n, t, P], sin p [n, t, P] and g [n, t, G] as views of an output or of its gradient."""
     whole = ranks * periodic
     parts = x_f_nw.split([whole, whole, x_f_nw.shape[-1] - 2 * whole], dim=-1)

@@ -96,7 +96,7 @@ def _grid_and_tile(pre_tnr: Tensor, periodic: int) -> tuple[tuple[int], dict[str
 def _cos_sin(phase):
     """Return cos and sin of float32 phases whose magnitude is at most LARGEST_REDUCED; NaN stays NaN."""
     shifted = phase * QUARTERS + ROUNDER
-    quarters = shifted - ROUNDER
+    quarters = shifted - ROUNDER  # a whole number of quarter turns; r is the rest of the phase
     r = ((phase - quarters * QUARTER_A) - quarters * QUARTER_B - quarters * QUARTER_C) - quarters * QUARTER_D
     square = r * r
     near_sin = r + r * square * (SIN_3 + square * (SIN_5 + square * SIN_7))

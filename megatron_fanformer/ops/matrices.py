@@ -22,7 +22,7 @@ EPSILON = 1e-7
 
 
 def norm(tensor: Tensor) -> Tensor:
-    """Return the Euclidean norm of all elements, a float64 scalar on the tensor's device."""
+    """Return the Euclidean norm of all elements, a float64 scalar on the tensor's device; `TERMS` says why by parts."""
     flat = tensor.detach().reshape(-1)
     whole = flat.numel() // TERMS * TERMS
     parts = flat[:whole].view(-1, TERMS), flat[None, whole:]  # rows of TERMS elements, and a shorter row of the rest
@@ -36,7 +36,7 @@ def add_product(sum_oh: Tensor, grad_no: Tensor, x_nh: Tensor) -> None:
         sum_oh.addmm_(grad_no.t(), x_nh)
     elif adds_to_wider(sum_oh.dtype, x_nh.dtype, sum_oh.device):
         torch.addmm(sum_oh, grad_no.t(), x_nh, out_dtype=sum_oh.dtype, out=sum_oh)
-    else:
+    else:  # in blocks of rows, so that the products take little memory
         for sums, grad in zip(sum_oh.split(ROWS_A_BLOCK), grad_no.split(ROWS_A_BLOCK, dim=1), strict=True):
             sums.add_(grad.t() @ x_nh)
 
@@ -57,7 +57,7 @@ def adds_to_wider(wide: torch.dtype, narrow: torch.dtype, device: torch.device) 
 
 
 def orthogonalize(matrix: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
-    """Return approximately U V^T of a matrix U S V^T; the products and the result are in `dtype`."""
+    """Return about U V^T of a matrix U S V^T, by `steps` Newton-Schulz steps; products and result are in `dtype`."""
     is_tall = matrix.shape[0] > matrix.shape[1]
     matrix = matrix.to(dtype)  # ranks exchange matrices in this type: so one rank computes the same numbers as many
     length = torch.linalg.vector_norm(matrix, dtype=torch.float32).clamp_min(EPSILON)

@@ -38,11 +38,11 @@ def triton_on(device: str) -> Iterator[None]:
 
 
 @functools.cache
-def has_triton(user: str) -> bool:
-    """Return whether Triton can run kernels; if not, warn once, in a sentence that begins with `user`."""
+def has_triton(*, warning_start: str) -> bool:
+    """Return whether Triton can run kernels; if not, warn once, by a sentence that begins with `warning_start`."""
     problem = _problem()
     if problem:
-        warnings.warn(f"{user} in PyTorch, at a fraction of a kernel's speed, since {problem}", stacklevel=2)
+        warnings.warn(f"{warning_start} in PyTorch, at a fraction of a kernel's speed, since {problem}", stacklevel=2)
     return problem is None
 
 

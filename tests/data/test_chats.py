@@ -125,7 +125,7 @@ def test_a_sample_is_its_conversations_and_predicts_nothing_across_them(tmp_path
     packed = dataset(chats, tmp_path)
     assert len(packed) == 2
     assert pack(packed.conversations.lengths, SEQ_LENGTH, seed=1).describe() == (
-        "3 conversations of 26 tokens in 2 samples of 16, 81.2% filled; 1 of them longer, and cut there"
+        "3 conversations of 26 tokens in 2 samples of 16, 81.2% filled; 1 of the conversations cut to fit"
     )
     samples = [{name: tensor.tolist() for name, tensor in packed[number].items()} for number in range(2)]
     long, short = sorted(samples, key=lambda sample: sample["tokens"][0] == end)

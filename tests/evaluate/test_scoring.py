@@ -17,7 +17,7 @@ from megatron_fanformer.evaluate.results import SetResult
 from megatron_fanformer.evaluate.rows import EMPTY, batches_of_rows
 from megatron_fanformer.evaluate.scoring import (
     TaskScores,
-    document_sums,
+    document_terms,
     log_probabilities,
     perplexity_metrics,
     perplexity_of_sets,
@@ -262,7 +262,7 @@ def test_f1_is_of_the_first_choice_and_its_error_that_of_resampled_documents():
     precision, recall = hits / np.sum(predicted == 0), hits / np.sum(labels == 0)
     assert found.value == pytest.approx(2 * precision * recall / (precision + recall), rel=EXACT)
     drawn = np.random.default_rng(0).integers(0, 300, (DRAWS, 300))
-    numerators, denominators = document_sums(requests, TaskScores(scores))["f1"][drawn].sum(axis=1).T
+    numerators, denominators = document_terms(requests, TaskScores(scores))["f1"][drawn].sum(axis=1).T
     assert found.standard_error == pytest.approx(np.std(numerators / denominators), rel=SPREAD)
 
 
