@@ -68,7 +68,7 @@ def owners(flops: Sequence[int], ranks: int) -> list[int]:
     loads = [(0, rank) for rank in range(ranks)]  # a heap of the ranks' FLOPs so far
     owner = [0] * len(flops)
     for matrix in sorted(range(len(flops)), key=lambda matrix: (-flops[matrix], matrix)):
-        load, owner[matrix] = loads[0]
+        load, owner[matrix] = loads[0]  # the least FLOPs, and their rank
         heapq.heapreplace(loads, (load + flops[matrix], owner[matrix]))
     return owner
 
