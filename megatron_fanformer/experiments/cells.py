@@ -241,7 +241,7 @@ def read_sweep(file: Path, *, needs_data: bool) -> Sweep:
         where = "in every cell" if cell_names == names else f"cell {cell_names[0]}{more}"
         lines.append(f"{where}: {problem}")
     sweep = Sweep(file=file, config=config, cells=cells)
-    if lines := lines or _report_problems(sweep):  # which needs valid cells
+    if lines := lines or _report_problems(sweep):  # the report is checked only if all cells are valid
         raise InputError("\n".join(lines))
     return sweep
 
