@@ -254,7 +254,7 @@ def _run_problems(config: RunConfig, *, needs_data: bool) -> list[str]:
         return [
             f"training.epochs is {config.training.epochs:g}, but a sweep's cells state their steps; set train_iters"
         ]
-    return config.joint_problems(config.parallel.resolve_data_parallel_size(None))
+    return config.joint_problems(config.parallel.resolve_data_parallel_size(None))  # None: before ranks are launched
 
 
 def _report_problems(sweep: Sweep) -> list[str]:

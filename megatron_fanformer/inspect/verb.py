@@ -48,12 +48,12 @@ class InspectOptions:
 
 
 def inspect(options: InspectOptions) -> None:
-    """Run `inspect`."""
+    """Describe or verify a path, or show the samples of a step, and print the report as text or JSON."""
     if options.step is None:
         report = inspect_path(options.path, verify=options.verify)
         lines = report_lines(report)
     else:
-        device.hide_gpus()
+        device.hide_gpus()  # reading samples needs none
         device.prepare_libraries()
         from megatron_fanformer.runtime import megatron_cpu
 

@@ -41,7 +41,7 @@ class TensorPart(NamedTuple):
 
 
 def index_of(part: TensorPart) -> Any:
-    """Return the index of a part in the whole tensor, for NumPy."""
+    """Return the index of a part in the whole tensor, for NumPy: slices, or the grid of its samples and positions."""
     return part.where if isinstance(part.where[0], slice) else np.ix_(*part.where)
 
 

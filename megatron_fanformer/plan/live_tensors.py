@@ -37,7 +37,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]  # torch's own again
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and track its results."""
