@@ -68,10 +68,7 @@ def run_demo(root: Path) -> None:
         prefix = (root / TOKENIZER_MODEL).with_suffix("")
         train_sentencepiece(texts, prefix, vocab_size=VOCAB_SIZE, num_threads=usable_cores())
     with _step(console, 3, "tokens: Megatron .bin/.idx"):
-        tokens = {
-            "train": _tokenize(root, "train", train),
-            VALIDATION: _tokenize(root, VALIDATION, [held_out]),
-        }
+        tokens = {"train": _tokenize(root, "train", train), VALIDATION: _tokenize(root, VALIDATION, [held_out])}
     with _step(console, 4, f"training: {STEPS} steps at tensor parallel 2, stopped half-way and resumed"):
         _train(root, console)
     with _step(console, 5, "conversion: to Hugging Face, reloaded, logits compared"):
@@ -108,18 +105,18 @@ def run_demo(root: Path) -> None:
     console.print(table)
 
 
-def _make_empty_folder(root: Path) -> None:
+def _make_empty_folder(root: Path) -> None:  # in place of an earlier demo's, which is removed
     if root.exists():
         if not (root / MARK).exists():
             raise InputError(f"{root} exists and is not an earlier demo's folder; name another with --output")
-        with run_lock(root / RUN):
+        with run_lock(root / RUN):  # raises if a run in it has not ended
             shutil.rmtree(root)
     root.mkdir(parents=True)
     (root / MARK).touch()
 
 
 @contextmanager
-def _step(console: Console, number: int, title: str) -> Iterator[None]:
+def _step(console: Console, number: int, title: str) -> Iterator[None]:  # prints the title, then the time
     console.rule(f"{number}. {title}", align="left")
     started = time.monotonic()
     yield

@@ -241,7 +241,7 @@ def read_sweep(file: Path, *, needs_data: bool) -> Sweep:
         where = "in every cell" if cell_names == names else f"cell {cell_names[0]}{more}"
         lines.append(f"{where}: {problem}")
     sweep = Sweep(file=file, config=config, cells=cells)
-    if lines := lines or _report_problems(sweep):  # which needs valid cells
+    if lines := lines or _report_problems(sweep):  # the report is checked only if all cells are valid
         raise InputError("\n".join(lines))
     return sweep
 
@@ -254,7 +254,7 @@ def _run_problems(config: RunConfig, *, needs_data: bool) -> list[str]:
         return [
             f"training.epochs is {config.training.epochs:g}, but a sweep's cells state their steps; set train_iters"
         ]
-    return config.joint_problems(config.parallel.resolve_data_parallel_size(None))
+    return config.joint_problems(config.parallel.resolve_data_parallel_size(None))  # None: before ranks are launched
 
 
 def _report_problems(sweep: Sweep) -> list[str]:

@@ -93,7 +93,7 @@ def _more_flops(costs: dict[str, Cost], name: str, suffix: str = "") -> float:
     return 100 * (costs[name + suffix].flops / costs[f"{name}-transformer"].flops - 1)
 
 
-def _findings(settings: CostSettings, costs: dict[str, Cost]) -> Iterator[Finding]:
+def _findings(settings: CostSettings, costs: dict[str, Cost]) -> Iterator[Finding]:  # FLOPs, then memory
     for name in settings.presets:
         more = _more_flops(costs, name)
         yield Finding(

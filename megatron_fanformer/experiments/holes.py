@@ -107,7 +107,7 @@ def measure(settings: HolesSettings, folder: Path, log: Log) -> Measured:
     )
 
 
-def _read_run(file: Path) -> Run | None:
+def _read_run(file: Path) -> Run | None:  # None if the run was never finished
     if not file.exists():
         return None
     try:
@@ -119,7 +119,7 @@ def _read_run(file: Path) -> Run | None:
 def all_pairs(task: Task, half_side: int) -> Pairs:
     """Return all pairs of a task, ordered by a, then b; the hole has `half_side` numbers on each side of its center."""
     a, b = (grid.flatten() for grid in torch.meshgrid(torch.arange(NUMBERS), torch.arange(NUMBERS), indexing="ij"))
-    plus, equals, left, comma, right = (
+    plus, equals, left, comma, right = (  # in the order of SYMBOLS
         torch.full_like(a, LARGEST_ANSWER + 1 + number) for number in range(len(SYMBOLS))
     )
     tokens = [a, plus, b, equals] if task == "modular" else [left, a, comma, b, right, equals]
@@ -131,7 +131,7 @@ def all_pairs(task: Task, half_side: int) -> Pairs:
 def train(settings: HolesSettings, run_settings: dict[str, Any]) -> Run:
     """Train one model on the pairs outside the hole, in an order that depends on the seed alone, and score the model.
 
-    `run_settings` has the settings of this run alone: the architecture, and one value for each of `AXES`.
+    `run_settings` has all settings of this run: task, weight decay, seed, architecture, and those that all runs share.
     """
     started = time.perf_counter()
     task, weight_decay, seed = (run_settings[name] for name in ("task", "weight_decay", "seed"))

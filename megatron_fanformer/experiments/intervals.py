@@ -203,7 +203,7 @@ def _best_curves(x: np.ndarray, losses: np.ndarray) -> np.ndarray:
 
 
 def _x_at_losses(curves: np.ndarray, losses: np.ndarray) -> np.ndarray:
-    """Return the x at which each of k curves [k, 3] has its loss [k]: infinity for a curve above the loss, 0 below."""
+    """Return the x at which each of k curves [k, 3] has its loss [k]; infinity if it stays above that, 0 if below."""
     e, a, alpha = curves.T
     above_e = losses - e
     is_reached = (above_e > 0) & (a > 0)

@@ -149,7 +149,7 @@ def error(model: Callable[[Tensor], Tensor], low: float, high: float) -> float:
     return F.mse_loss(model(t), target(t)).item()
 
 
-def _findings(errors: Errors) -> Iterator[Finding]:
+def _findings(errors: Errors) -> Iterator[Finding]:  # a ratio of errors for each of PAIRS, outside and inside
     for first, second in PAIRS:
         for place in ("outside", "inside"):
             ratios = [a / b for a, b in zip(errors[first][place], errors[second][place], strict=True)]

@@ -158,7 +158,7 @@ class Choice(NamedTuple):
 
 def choices(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[Choice]:
     """Return the choice for each combination of points of the axes that are not tuned, in the order of the cells."""
-    axis = sweep.config.tune
+    axis = str(sweep.config.tune)  # where no axis is tuned, no cell tunes, and there are no choices
     runs_by_others: dict[tuple[tuple[str, str], ...], list[Outcome]] = {}  # by the points on the other axes
     for outcome in outcomes:
         if outcome.cell.tunes:
@@ -166,7 +166,7 @@ def choices(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[Choice]:
             runs_by_others.setdefault(others, []).append(outcome)
     all_choices = []
     for others, runs in runs_by_others.items():
-        losses = {run.cell.points[str(axis)]: run.loss for run in runs}
+        losses = {run.cell.points[axis]: run.loss for run in runs}
         have_ended = all(run.loss is not None or run.diverged for run in runs)
         candidates = {point: loss for point, loss in losses.items() if loss is not None}
         best = min(candidates, key=candidates.__getitem__) if have_ended and candidates else None

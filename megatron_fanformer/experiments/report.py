@@ -135,6 +135,7 @@ def read_dynamics(runs: Sequence[Path]) -> Dynamics:
             runs_by_seed.append({})
         runs_by_seed[configurations.index(fields)][seed] = run
     names = sorted({name for fields in configurations for name in fields})
+    # Values are compared as text, since lists cannot be in a set.
     differing = [name for name in names if len({repr(fields.get(name)) for fields in configurations}) > 1]
     if len(configurations) != 2:
         by = f", which differ in {some(differing)}" if differing else ""
@@ -178,7 +179,7 @@ def _role_in_claim(fields: dict[str, Any]) -> str | None:
     return "fanformer" if (placement, activation) == (paper.placement, paper.activation) and p_ratio > 0 else None
 
 
-def _findings(dynamics: Dynamics) -> Iterator[Finding]:
+def _findings(dynamics: Dynamics) -> Iterator[Finding]:  # one for the early steps, one for the late
     count = max(1, round(PART * len(dynamics.steps)))
     for name, differences, side, expected in (
         ("early", dynamics.differences[:, :count], "above", "higher at first"),
@@ -188,7 +189,7 @@ def _findings(dynamics: Dynamics) -> Iterator[Finding]:
         claim = f"The paper has FANformer's loss {expected}: it shows if the interval lies {side} 0."
         outcome = shortage(seeds=len(dynamics.seeds), steps=len(dynamics.steps))
         shows = None
-        if not outcome and interval is not None:
+        if not outcome and interval is not None:  # there are enough seeds and steps
             if dynamics.is_paper_pair:
                 shows = interval[0] > 0 if side == "above" else interval[1] < 0
             outcome = f"the 95% interval over {len(dynamics.seeds)} seeds is {interval[0]:+.4f} to {interval[1]:+.4f}"

@@ -211,13 +211,13 @@ class _Runs:
             )
         self._running.append(_Running(cell, process, time.monotonic(), log_start))
 
-    def _pass_on(self, received: signal.Signals) -> None:
+    def _pass_on(self, received: signal.Signals) -> None:  # to all cells: a request to save, or SIGTERM
         is_save = received == SAVE_SIGNAL
         self._is_stopped |= not is_save  # every other signal stops the sweep
         for running in self._running:
             running.process.send_signal(received if is_save else signal.SIGTERM)
 
-    def _end(self, ended: _Running, code: int) -> None:
+    def _end(self, ended: _Running, code: int) -> None:  # `code` is negative if a signal killed the process
         cell = ended.cell
         if code == Interrupted.exit_code:  # a signal to the sweep or to this cell stopped the cell: stop all
             self._pass_on(signal.SIGTERM)

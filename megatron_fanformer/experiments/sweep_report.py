@@ -125,7 +125,7 @@ def _is_primary_by_pair(config: SweepConfig) -> dict[tuple[str, str], bool]:
     return {pair: pair in report.primary or is_only for pair in pairs}
 
 
-def _num_primary(config: SweepConfig) -> int:
+def _num_primary(config: SweepConfig) -> int:  # of primary comparisons, also of those without runs yet
     return sum(_is_primary_by_pair(config).values()) * _num_combinations(config)
 
 
@@ -218,14 +218,14 @@ def _savings(sweep: Sweep, groups: Sequence[Group], fits: dict[str, Fit], steps:
     report = sweep.config.report
     if report.baseline not in fits:
         return
-    too_few = shortage(seeds=min(len(group.losses) for group in groups if group.losses), steps=steps)
+    shortage_text = shortage(seeds=min(len(group.losses) for group in groups if group.losses), steps=steps)
     baseline_groups = [group for group in groups if group.points[report.compare] == report.baseline and group.losses]
     largest = max(sweep.size_of(group.cell) for group in baseline_groups)
     for point, fit in fits.items():
         if point == report.baseline:
             continue
         reached = saving(fits[report.baseline], fit, largest)
-        low, high = reached.interval or (math.inf, math.inf)
+        low, high = reached.interval or (math.inf, math.inf)  # without an interval, as if both ends were infinite
         is_finite = math.isfinite(reached.share)
         needs = f"needs {reached.share:.1%} of them" if is_finite else "does not come to that loss by its curve"
         spread = (
@@ -239,11 +239,11 @@ def _savings(sweep: Sweep, groups: Sequence[Group], fits: dict[str, Fit], steps:
             ours=100 * reached.share if is_finite else None,
             interval=(100 * low, 100 * high if math.isfinite(high) else None) if math.isfinite(low) else None,
             unit=f"% of {report.baseline}'s {report.over}",
-            shows=None if too_few or reached.interval is None else high < 1,
+            shows=None if shortage_text or reached.interval is None else high < 1,
             sentence=(
                 f"For the loss of {reached.loss:.4f} nats per token that {report.baseline}'s fitted curve has at "
-                f"{largest:.3g} {report.over}, {point} {needs}; {too_few or spread}. The effect is said to show if the "
-                "95% interval lies below 100%."
+                f"{largest:.3g} {report.over}, {point} {needs}; {shortage_text or spread}. The effect is said to show "
+                "if the 95% interval lies below 100%."
             ),
         )
 

@@ -71,10 +71,7 @@ EXPERIMENT = Verb(
     help="One of the paper's smaller experiments, on this machine.",
     options=ExperimentOptions,
     run="megatron_fanformer.experiments.probe:experiment",
-    examples=(
-        "experiment mod --output runs/mod",
-        "experiment holes --seeds 2 --holes.weight_decays [0.0]",
-    ),
+    examples=("experiment mod --output runs/mod", "experiment holes --seeds 2 --holes.weight_decays [0.0]"),
     notes="Every setting of an experiment can be set as --NAME.FIELD VALUE; its result.json lists them.",
     removed=dict.fromkeys(
         ("--checkpoint", "--write-data"), "holes trains its models from scratch; evaluate tests fine-tuned ones"

@@ -71,6 +71,7 @@ class NewText:
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, stop
+        # Decoded before new tokens, since a tokenizer may decode the first of its tokens differently.
         self._context = self._with_text(prompt_ids)[-CONTEXT_TOKENS:]
         self._context_characters = len(tokenizer.decode(self._context))
         self.text = ""

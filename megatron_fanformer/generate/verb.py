@@ -164,10 +164,7 @@ CHAT = Verb(
     options=ChatConfig,
     run="megatron_fanformer.generate.chat:talk",
     before=_fetch_and_check,
-    examples=(
-        'chat runs/sft --system "Answer briefly."',
-        "chat exported-folder --temperature 0.7 --top-p 0.9",
-    ),
+    examples=('chat runs/sft --system "Answer briefly."', "chat exported-folder --temperature 0.7 --top-p 0.9"),
     notes=(
         "At the prompt, /reset begins anew, and /quit or Ctrl-D ends; Ctrl-C ends an answer, twice the "
         "program. From a pipe, each line is a message, and the answers alone are printed."

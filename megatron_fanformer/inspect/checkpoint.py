@@ -183,8 +183,8 @@ def check_export(target: Target) -> str:
     archives = [file for file in weight_files(target.path) if file.suffix in PICKLE_SUFFIXES]
     for file in archives:
         check_archive(file, "its weights", file)
-    sums = "the CRC-32 of their bytes" if archives else "safetensors have no checksum of their bytes"
-    return f"{plural(len(expected), 'tensor')} by name, shape and place; {sums}"
+    checksums = "the CRC-32 of their bytes" if archives else "safetensors have no checksum of their bytes"
+    return f"{plural(len(expected), 'tensor')} by name, shape and place; {checksums}"
 
 
 # -- the progress of a run

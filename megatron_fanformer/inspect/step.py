@@ -74,7 +74,7 @@ def describe_step(config: RunConfig, step: int) -> Report:
         InputError: the configuration or the step is wrong.
         CorruptError: token files or a ledger are damaged.
     """
-    replicas = config.parallel.resolve_data_parallel_size(None)
+    replicas = config.parallel.resolve_data_parallel_size(None)  # as configured: no ranks run here
     config = _check_config(config, step, replicas)
     training, dataset = config.training, run_datasets(config).train
     ledger_of = cache(open_ledger)

@@ -48,12 +48,12 @@ class InspectOptions:
 
 
 def inspect(options: InspectOptions) -> None:
-    """Run `inspect`."""
+    """Describe or verify a path, or show the samples of a step, and print the report as text or JSON."""
     if options.step is None:
         report = inspect_path(options.path, verify=options.verify)
         lines = report_lines(report)
     else:
-        device.hide_gpus()
+        device.hide_gpus()  # reading samples needs none
         device.prepare_libraries()
         from megatron_fanformer.runtime import megatron_cpu
 
@@ -84,7 +84,7 @@ def inspect_path(path: str, *, verify: bool = False) -> dict[str, Any]:
     if is_url(path) and (is_token_file or ("::" not in path and read_manifest(path) is not None)):
         target = Target("token files", Path(path), (re.sub(r"\.(npy|bin|idx)$", "", path),))
     else:
-        kinds = [kind for kind in KINDS if kind != "megatron-lm"]
+        kinds = [kind for kind in KINDS if kind != "megatron-lm"]  # which `convert` alone reads
         target = recognize(on_this_machine(path), kinds)
     if target.is_data:
         from megatron_fanformer.inspect.dataset import check_data, describe_data
@@ -115,10 +115,10 @@ def report_lines(report: Mapping[str, Any]) -> Iterator[str]:
     for name, group in groups.items():
         yield f"  {name}"
         yield from (f"  {line}" for line in _fact_lines(group))
-    if len(parts) == 1:
+    if len(parts) == 1:  # a run's newest checkpoint, or a folder's only token files
         yield ""
         yield from report_lines(parts[0])
-    else:
+    else:  # token files; none if the report has no parts
         yield from (escaped(f"  {part['path']}: {part['tokens']:,} tokens") for part in parts)
     if "verified" in report:
         yield f"verified: {report['verified']}"

@@ -86,12 +86,12 @@ def baseline_of(trace: Trace, epsilon: float = FLOAT32_EPSILON, state_epsilon: f
     initial = _assemble(trace.initial)
     changes = {name: weight - initial[name] for name, weight in tensors["weights"].items()}
     scales: dict[str, Errors] = {}
-    for kind, tensors_by_name in {**tensors, "weights": changes}.items():
+    for kind, tensors_by_name in {**tensors, "weights": changes}.items():  # a weight is scaled by its change
         norms = {name: _norm(tensor) for name, tensor in tensors_by_name.items()}
         smallest = SMALLEST_SCALE * max(norms.values())
         scales[kind] = {name: max(norm, smallest) for name, norm in norms.items()}
     places = {}
-    for name, weight in tensors["weights"].items():  # changes below the weight's rounding are only noise
+    for name, weight in tensors["weights"].items():  # a change below the weight's rounding is noise, and no scale
         scale = scales["weights"][name] = max(scales["weights"][name], epsilon * _norm(weight))
         places[name] = float(max(epsilon * np.abs(weight).max(), state_epsilon * np.abs(changes[name]).max())) / scale
     return Baseline(losses=trace.losses, tensors=tensors, scales=scales, last_places=places)

@@ -41,7 +41,7 @@ class TensorPart(NamedTuple):
 
 
 def index_of(part: TensorPart) -> Any:
-    """Return the index of a part in the whole tensor, for NumPy."""
+    """Return the index of a part in the whole tensor, for NumPy: slices, or the grid of its samples and positions."""
     return part.where if isinstance(part.where[0], slice) else np.ix_(*part.where)
 
 
@@ -78,7 +78,7 @@ def weight_parts(
 def _gradient_of(sharded: Any) -> Any:
     """Return the gradient of a sharded weight, sharded like the weight."""
     gradient = sharded.data.main_grad
-    dtype = {"dtype": gradient.dtype} if isinstance(sharded, ShardedTensor) else {}  # a factory has no dtype
+    dtype = {"dtype": gradient.dtype} if isinstance(sharded, ShardedTensor) else {}  # ShardedTensorFactory has none
     return dataclasses.replace(sharded, data=gradient, **dtype)
 
 
@@ -100,14 +100,14 @@ def as_array(tensor: Tensor) -> np.ndarray:
 
 def gather_gradients(wrapped: list[Any]) -> None:
     """Complete the gradient buffers: with the distributed optimizer, only a rank's own shard has summed gradients."""
-    for stage in wrapped:
-        if not stage.ddp_config.use_distributed_optimizer:
+    groups = [group for stage in wrapped if stage.ddp_config.use_distributed_optimizer for group in stage.bucket_groups]
+    for group in groups:
+        sharing = group.intra_distributed_optimizer_instance_group  # the process group whose ranks have the shards
+        if sharing.size() == 1:
             continue
-        for group in stage.bucket_groups:
-            ranks = group.intra_distributed_optimizer_instance_group
-            for bucket in group.buckets if ranks.size() > 1 else []:
-                shard = bucket.grad_data.chunk(ranks.size())[ranks.rank()].clone()
-                dist.all_gather_into_tensor(bucket.grad_data, shard, group=ranks)
+        for bucket in group.buckets:
+            shard = bucket.grad_data.chunk(sharing.size())[sharing.rank()].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, shard, group=sharing)
 
 
 class OutputRecorder:

@@ -246,7 +246,7 @@ def _largest(differences: Differences) -> list[float]:
 
 
 def _closest(differences: Differences, bounds: Bounds) -> str:
-    """Return a text with the largest share of its bound that the difference of a tensor is, and with this tensor."""
+    """Return, as text, how large a share of its bound a tensor's difference is at most, and this tensor."""
     share, kind, name = max(
         (difference / bounds.tensors[kind][name], kind, name)
         for kind in KINDS

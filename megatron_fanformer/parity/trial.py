@@ -124,7 +124,7 @@ def _initial_weight(
 ) -> Tensor:
     """Return the initial value of the whole weight `name`, reordered."""
     weight = draw_weight(model, name, shape, generator)
-    if weight.ndim == 1:
+    if weight.ndim == 1:  # a norm or a bias, which a layout could otherwise leave out unnoticed
         weight = weight + SHAKE * torch.randn(shape, generator=generator)
     return order.tensor(name, weight)
 

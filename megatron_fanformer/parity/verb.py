@@ -75,14 +75,14 @@ def read_layouts(config: ParityConfig) -> "tuple[RunConfig, dict[str, Layout]]":
         named |= {} if layout is None else {text: layout}
     for section in (run.model, run.runtime, run.optimizer, run.training):  # not of `data`, which parity does not read
         problems += section.problems()
-    for text, layout in named.items() if not problems else ():  # the rules of layouts need valid sections
+    for text, layout in () if problems else named.items():  # the rules of layouts need valid sections
         problems += [f"layout {text!r}: {problem}" for problem in _layout_problems(run, layout)]
     if problems:
         raise InputError("\n".join(problems))
     return run, named
 
 
-def _layout_problems(run: "RunConfig", layout: "Layout") -> list[str]:
+def _layout_problems(run: "RunConfig", layout: "Layout") -> list[str]:  # at the model's full size
     from megatron_fanformer.model.layout_rules import batch_problems
 
     batch, micro = run.training.global_batch_size, run.training.micro_batch_size

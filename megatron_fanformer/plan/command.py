@@ -92,7 +92,7 @@ def _nothing_fits(request: PlanRequest, findings: Findings) -> Iterator[str]:
     elif findings.legal:  # the candidate is the one that needs the least memory
         shortage = findings.candidates[0].shortage
         yield f"none of {findings.legal:,} legal ones of {findings.judged:,} layouts fits: {shortage}"
-    else:
+    else:  # the first class is the rule that rejects the most layouts
         yield f"none of {findings.judged:,} layouts is legal: {findings.rejected[0].message}"
 
 
@@ -112,7 +112,7 @@ def plan_lines(request: PlanRequest, findings: Findings) -> Iterator[str]:
     yield from ["", f"{shown.name}: {'fits' if shown.fits else 'does NOT fit'}, {needed}"]
     numbers = sorted({0, shown.heaviest.stage, len(shown.stages) - 1})  # the first, the heaviest and the last stage
     stages = [shown.stages[number] for number in numbers]
-    purposes = dict.fromkeys(purpose for stage in stages for purpose in stage.lines)
+    purposes = dict.fromkeys(purpose for stage in stages for purpose in stage.lines)  # a set in order
     memory = [(purpose, [stage.lines.get(purpose, 0) for stage in stages]) for purpose in purposes]
     memory.append(("reserve", [shown.reserve_bytes] * len(stages)))
     memory.append(("total", [stage.total_bytes + shown.reserve_bytes for stage in stages]))

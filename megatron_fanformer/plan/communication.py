@@ -55,8 +55,8 @@ def _terms(job: Job, stage: int, rank: int) -> Iterator[Term]:
     # first and the last need samples only for the document ids, by which attention ends at the bounds of documents.
     if stage in (0, job.stages - 1) or job.has_document_ids:
         tokens = job.micro_batch_size * job.model.seq_length
-        half_words = (2 if job.has_document_ids else 1) * tokens
-        words = SAMPLE_STATUS_WORDS + SAMPLE_WORDS * tokens + -(-half_words // 2)
+        half_words = (2 if job.has_document_ids else 1) * tokens  # weights in the loss and, if read, document numbers
+        words = SAMPLE_STATUS_WORDS + SAMPLE_WORDS * tokens + -(-half_words // 2)  # rounded up
         yield Term("tp_cp", "broadcast", "samples", words * WORD_BYTES).times(job.num_micro_batches)
     for chunk, _ in chunk_weights:
         for term in _chunk_terms(job, chunk):
@@ -124,7 +124,7 @@ def layer_backward(job: Job) -> Iterator[Term]:
     """
     yield from (*_gather(job), *_sum(job))  # the layer's first map
     for term in _before_heads(job):
-        yield term._replace(kind="reduce-scatter") if term.kind == "all-gather" else term
+        yield term._replace(kind="reduce-scatter") if term.kind == "all-gather" else term  # backward of a gather
     if job.parallel.exchanges_heads or job.gathers_twice:  # the gradient's exchange, or a second gather
         yield from _core_attention(job)
     if not job.parallel.exchanges_heads:
@@ -158,7 +158,7 @@ def _before_heads(job: Job) -> Iterator[Term]:
         # p | g, k wide, is gathered before the activation. Each rank then has all of X_F, so QKV gathers nothing.
         yield Term("tp", "all-gather", PRE_ACTIVATION, job.activation_bytes * model.fan_rows)
     elif model.placement.has_own_values:
-        # A rank computes all values of its part of the sequence, [c / T, b, v], and needs all tokens' of its heads.
+        # A rank computes all values of its tokens, [c / T, b, v], and needs the values of its heads for all tokens.
         values_bytes = job.activation_bytes // job.tensor_ranks * model.value_size
         yield Term("tp", "all-to-all", "values, from tokens to heads", values_bytes)
     if model.query_groups < job.tensor_ranks:
@@ -209,7 +209,7 @@ def _gather(job: Job, message_bytes: int | None = None) -> Iterator[Term]:
 
 
 def _sum(job: Job, message_bytes: int | None = None) -> Iterator[Term]:
-    """Yield the sum of a tensor of `message_bytes` (None: [c, b, h]) over the ranks; sequence parallelism shards it."""
+    """Yield the sum over ranks of a tensor of `message_bytes` (None: [c, b, h]), sharded under sequence parallelism."""
     kind = "reduce-scatter" if job.parallel.sequence_parallel else "all-reduce"
     yield Term("tp", kind, ACTIVATIONS, message_bytes or job.hidden_bytes)
 

@@ -98,7 +98,7 @@ def problems(config: RunConfig, gpus: int) -> list[str]:
     The other sections, which no layout changes, must be valid.
     """
     if broken := [*config.parallel.problems(), *config.kernels.problems(), *config.training.problems()]:
-        return broken
+        return broken  # the rules below need valid fields
     try:
         replicas = config.parallel.resolve_data_parallel_size(gpus)
     except InputError as error:
@@ -119,7 +119,7 @@ def job_of(config: RunConfig, gpus: int) -> Job:
     on_cpu = config.runtime.device == "cpu"
     overlap_saves_time = not on_cpu and replicas * config.parallel.context_parallel_size > 1
     grad_reduce, param_gather = config.parallel.resolved_overlaps(is_faster=overlap_saves_time)
-    layers: Layers = "local" if config.kernels.transformer_impl == "local" else "transformer_engine"
+    layers: Layers = "local" if config.kernels.transformer_impl == "local" else "transformer_engine"  # never auto
     parallel = dataclasses.replace(config.parallel, overlap_grad_reduce=grad_reduce, overlap_param_gather=param_gather)
     return dataclasses.replace(config, parallel=parallel).job(replicas, layers=layers, on_cpu=on_cpu)
 

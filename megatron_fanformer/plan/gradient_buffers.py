@@ -94,7 +94,7 @@ def weights(model: FANformerConfig, parallel: ParallelConfig, chunk: Chunk) -> l
         held.insert(0, Weight("embedding.word_embeddings.weight", vocabulary_elements, is_shared=has_two_copies))
     if chunk.has_head:
         held.append(Weight("decoder.final_layernorm.weight", model.hidden_size, is_partial=parallel.sequence_parallel))
-        if not is_tied or has_two_copies:
+        if not is_tied or has_two_copies:  # otherwise the head uses the embedding's weight
             held.append(Weight("output_layer.weight", vocabulary_elements, is_shared=has_two_copies))
     return held
 
@@ -146,7 +146,7 @@ class GradientBuffer(NamedTuple):
         for bucket_start, bucket_end in itertools.pairwise(self.ends):
             size = (bucket_end - bucket_start) // ranks
             shard_start = bucket_start + rank * size
-            while weight < len(self.starts) and self.starts[weight] < bucket_end:
+            while weight < len(self.starts) and self.starts[weight] < bucket_end:  # no weight spans two buckets
                 start = max(self.starts[weight], shard_start)
                 end = min(self.starts[weight] + self.elements[weight], shard_start + size)
                 updated.append(max(0, end - start))

@@ -157,7 +157,7 @@ def forward_flops_per_token(config: FANformerConfig, seq_length: int | None = No
     """Return the FLOPs of one token's forward pass: the mean of a sample of `seq_length` (None: the model's) tokens."""
     h, heads_width = config.hidden_size, config.num_attention_heads * config.kv_channels
     mlp = sum(rows * columns for rows, columns in config.ffn_maps)
-    scores_and_context = 2 * heads_width * (seq_length or config.seq_length) // 2
+    scores_and_context = 2 * heads_width * (seq_length or config.seq_length) // 2  # two products, half masked
     layer = h * (config.fan_rows + config.qkv_rows + heads_width) + mlp + scores_and_context
     return 2 * (config.num_layers * layer + h * config.padded_vocab_size)
 

@@ -193,10 +193,10 @@ def _mlp(shapes: LayerShapes) -> Rise:
     recomputed = saved_by_all - kept
     if parallel.recomputes("mlp") and not has_fan_mlp:
         recomputed += shapes.stream  # the MLP's output, which a FAN MLP has among `saved`, since its backward reads it
-    # The norm's backward, once `kept` is freed, holds gradients of input and output; on a CPU one and float32 copies.
+    # The norm's backward, once `kept` is freed, holds gradients of input and output; on a CPU one, and float32 tensors.
     number_bytes = 2 * shapes.element
     if shapes.job.on_cpu and not shapes.is_engine:
-        number_bytes = shapes.element + (3 if shapes.element < FLOAT else 2) * FLOAT
+        number_bytes = shapes.element + (3 if shapes.element < FLOAT else 2) * FLOAT  # 3: with a copy of the input
     norm_backward = shapes.stream + shapes.part_tokens * shapes.hidden * number_bytes
     return Rise(norm_saved + kept, max(recomputed + working, norm_backward - kept))
 

@@ -20,7 +20,7 @@ class MemoryTracker(TorchDispatchMode):
         self.held_bytes = 0  # of all storages that are alive
         self.peak_bytes = 0  # the largest `held_bytes` so far
         self._sizes: dict[int, int] = {}  # bytes by the storage's address in C++
-        # Weak references by that address, which call `_forget` once the storage is freed; dropped, they would not.
+        # Weak references by that address, kept so that they call `_forget` when their storages are freed.
         self._references: dict[int, Any] = {}
 
     def __enter__(self) -> Any:
@@ -37,7 +37,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]  # torch's own again
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and track its results."""
@@ -58,6 +58,6 @@ class MemoryTracker(TorchDispatchMode):
             self.held_bytes += size - (old_size or 0)
             self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
-    def _forget(self, address: int) -> None:
+    def _forget(self, address: int) -> None:  # called when the storage there is freed
         self.held_bytes -= self._sizes.pop(address)
         del self._references[address]

@@ -140,7 +140,7 @@ def load_machine(name_or_file: str) -> Machine:
     except (OSError, ValueError) as error:
         raise InputError(f"{name_or_file} cannot be read as a machine: {error}") from error
     if isinstance(values, Mapping):
-        values = values.get(MEASURED, values)
+        values = values.get(MEASURED, values)  # a report of tools/bench_train.py has its machine under this key
     if not isinstance(values, Mapping):
         raise InputError(f"{name_or_file} holds no fields of a machine, such as name; see docs/planning.md")
     return build_machine(values, name_or_file)

@@ -68,7 +68,7 @@ def owners(flops: Sequence[int], ranks: int) -> list[int]:
     loads = [(0, rank) for rank in range(ranks)]  # a heap of the ranks' FLOPs so far
     owner = [0] * len(flops)
     for matrix in sorted(range(len(flops)), key=lambda matrix: (-flops[matrix], matrix)):
-        load, owner[matrix] = loads[0]
+        load, owner[matrix] = loads[0]  # the least FLOPs, and their rank
         heapq.heapreplace(loads, (load + flops[matrix], owner[matrix]))
     return owner
 
@@ -162,12 +162,12 @@ class MatrixUpdates:
                     yield elements
 
 
-def _matrix(model: FANformerConfig, weight: Weight, tensor: int) -> Matrix:
-    """Return the matrix of which `weight` is the part of one of `tensor` tensor parallel ranks."""
+def _matrix(model: FANformerConfig, weight: Weight, ranks: int) -> Matrix:
+    """Return the matrix of which `weight` is the part of one of `ranks` tensor parallel ranks."""
     tensor_of_layer = model.placement.tensor(weight.name)
     *_, columns = (size.value(model) for size in tensor_of_layer.shape)
     # The weight may hold the rows of two FAN maps, of X_F and of the values, where `shape` has those of one.
-    rows = weight.elements * (1 if weight.is_partial else tensor) // columns
+    rows = weight.elements * (1 if weight.is_partial else ranks) // columns
     heads_of_group = model.num_attention_heads // model.query_groups
     group_rows = tensor_of_layer.rows_of_group(heads_of_group, model.kv_channels)
     part_rows = tuple(model.query_groups * part for part in group_rows) or (rows,)  # Q, K and V apart

@@ -103,9 +103,9 @@ def reserve_bytes(job: Job, tensor_bytes: int) -> int:
 
 
 class _ChunkWeights(NamedTuple):
-    weights: list[Weight]
+    weights: list[Weight]  # the last weight first, as in the gradient buffer
     buffered: int  # elements of the gradient buffer, padding included
-    updated: list[int]  # elements of each weight that the rank updates, last weight first, as in the buffer
+    updated: list[int]  # elements of each weight that the rank updates
 
 
 def _chunk_weights(job: Job, stage: int, chunk: Chunk) -> _ChunkWeights:
@@ -113,7 +113,7 @@ def _chunk_weights(job: Job, stage: int, chunk: Chunk) -> _ChunkWeights:
     held, is_limited = weights(job.model, job.parallel, chunk), limits_buckets(job.parallel, stage, chunk)
     buffer = gradient_buffer(held, job.parallel, job.data_parallel_size, is_limited=is_limited)
     updated = buffer.shard_elements(job.state_ranks) if job.parallel.use_distributed_optimizer else buffer.elements
-    return _ChunkWeights(held, buffer.ends[-1], updated)
+    return _ChunkWeights(held[::-1], buffer.ends[-1], updated)
 
 
 def _states(job: Job, chunk_weights: list[_ChunkWeights]) -> dict[str, int]:
@@ -127,7 +127,7 @@ def _states(job: Job, chunk_weights: list[_ChunkWeights]) -> dict[str, int]:
         "weights": (buffered if is_sharded else elements) * job.element_bytes,
         "gradients": buffered * job.gradient_bytes,
         "main weights": updated * MAIN_WEIGHT_BYTES if job.element_bytes < FLOAT else 0,
-        "moments": sum(state_bytes(chunk.weights[::-1], chunk.updated, job.optimizer) for chunk in chunk_weights),
+        "moments": sum(state_bytes(chunk.weights, chunk.updated, job.optimizer) for chunk in chunk_weights),
     }
 
 
@@ -177,7 +177,7 @@ def _snapshots(shapes: LayerShapes, stage: int, held: list[Chunk]) -> Iterator[M
     passes = min(_passes_ahead(job, stage) + 1, len(held) * job.num_micro_batches)
     passes_by_chunk = Counter(number // job.stages % len(held) for number in range(passes))
     kept = sum(count * rises[chunk].saved for chunk, count in passes_by_chunk.items())
-    # 1F1B keeps the last input gradient that it sent back and, in the loss head, that gradient's input, too.
+    # 1F1B keeps the input gradient that it sent last and, during the loss head, the input of that gradient, too.
     sent = shapes.stream if stage > 0 and len(held) == 1 else 0
     for chunk, rise in zip(held, rises, strict=True):
         yield MemorySnapshot("backward of a layer", kept, rise.backward + sent)

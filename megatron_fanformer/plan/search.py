@@ -259,10 +259,10 @@ def search(config: RunConfig, gpus: int, machine: Machine) -> Findings:
     )
 
 
-def _classes(rejections: Iterable[tuple[str, Example]], name: Callable[[Example], str]) -> list[RejectedClass]:
+def _classes(rejections: Iterable[tuple[str, Example]], name_of: Callable[[Example], str]) -> list[RejectedClass]:
     """Group rejections, pairs of a message and an example, by their messages without numbers; the largest class first.
 
-    A class has the message of its first example, and the name that `name` returns for that example.
+    A class has the message of its first example, and the name that `name_of` returns for that example.
     """
     rejections_by_rule: dict[str, list[tuple[str, Example]]] = {}
     for message, example in rejections:
@@ -270,5 +270,5 @@ def _classes(rejections: Iterable[tuple[str, Example]], name: Callable[[Example]
     classes = []
     for members in sorted(rejections_by_rule.values(), key=len, reverse=True):
         message, example = members[0]
-        classes.append(RejectedClass(len(members), name(example), message))
+        classes.append(RejectedClass(len(members), name_of(example), message))
     return classes

@@ -117,7 +117,7 @@ def _layer(job: Job, machine: Machine, overlaps_tensor_parallel: bool) -> dict[s
     if overlaps_tensor_parallel:
         tensor -= machine.overlap * min(tensor, 3 * products)
     parts = {
-        "matrix products": 3 * products,
+        "matrix products": 3 * products,  # backward has two for each in forward
         "attention": attention + attention_backward,
         "element-wise": moving,
         "tensor parallel communication": tensor,
