@@ -158,7 +158,7 @@ class ParallelConfig:
         """
         overlaps_reduce, overlaps_gather = self.overlap_grad_reduce, self.overlap_param_gather
         if overlaps_reduce is None:
-            overlaps_reduce = is_faster or bool(overlaps_gather)  # the gather needs it
+            overlaps_reduce = is_faster
         if overlaps_gather is None:
             overlaps_gather = is_faster and overlaps_reduce and self.use_distributed_optimizer
         return overlaps_reduce, overlaps_gather
