@@ -111,7 +111,7 @@ class FANformerConfig:
         return config
 
     def stated_problems(self) -> list[str]:
-        """Return the problems, with those of type, of fields that another program's file stated, one line each."""
+        """Return the fields of a wrong type, which another program's file may state; or else, `problems()`."""
         from megatron_fanformer.configuration import value_problems
 
         return value_problems(dataclasses.asdict(self), type(self), "model.") or self.problems()
@@ -221,7 +221,7 @@ def p_ratio_of(periodic_size: int, hidden_size: int) -> float:
 
 def nearest_p_ratio(p_ratio: float, width: int, ranks: int) -> float | None:
     """Return the nearest p_ratio at which periodic and linear rows are multiples of `ranks`; None if there is none."""
-    if width % ranks:  # the width is twice the periodic rows, plus the linear rows
+    if width % ranks:  # 2 periodic + linear = width: a sum of multiples of `ranks` is one, too
         return None
     periodic = round(int(p_ratio * width) / ranks) * ranks
     return p_ratio_of(min(periodic, width // 2 // ranks * ranks), width)  # p_ratio is at most 0.5

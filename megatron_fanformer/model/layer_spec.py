@@ -44,7 +44,7 @@ def transformer_engine_problem() -> str | None:
         # HAVE_TE is also false if one of the Engine's dependencies is missing: this import names it.
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:  # a broken installation raises whatever its libraries raise
-        if getattr(error, "name", None) not in ("transformer_engine", "transformer_engine.pytorch"):
+        if getattr(error, "name", None) not in ("transformer_engine", "transformer_engine.pytorch"):  # not absent
             return f"it does not import ({type(error).__name__}: {error})"
     return "it is not installed"
 

@@ -65,7 +65,7 @@ class RopeScalingConfig:
         return self._attention_factor(1.0)
 
     def _attention_factor(self, mscale: float) -> float:
-        return 0.1 * mscale * math.log(max(1.0, self.factor or 1.0)) + 1.0
+        return 0.1 * mscale * math.log(max(1.0, self.factor or 1.0)) + 1.0  # transformers' formula
 
     def softmax_scale(self, head_size: int) -> float | None:
         """Return the factor of attention's scores; None for the default, 1 / sqrt(head_size)."""
