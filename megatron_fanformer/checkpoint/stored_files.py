@@ -213,7 +213,7 @@ def saved_progress(checkpoint: Path, table: Table) -> SavedProgress | None:
     file, common = common_values(checkpoint, table)
     if isinstance(common, dict) and not common.get("progress"):
         return None
-    progress = common["progress"] if isinstance(common, dict) else common  # damaged: for the message
+    progress = common["progress"] if isinstance(common, dict) else common  # else damaged: the message shows it
     values = progress if isinstance(progress, dict) else {}
     step, samples = values.get("step"), values.get("consumed_samples")
     if not isinstance(step, int) or not isinstance(samples, int):
