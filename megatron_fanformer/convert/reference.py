@@ -150,7 +150,7 @@ def _problems(fields: Fields) -> list[str]:
     for name, (default, required, reason) in _RULES.items():
         value = fields.get(name, default)
         if value is None and name == "bias_for_layer_norm":
-            value = fields.get("include_bias", True)  # which null stands for in the authors' code
+            value = fields.get("include_bias", True)  # as the authors' code reads null
         if value != required:
             problems.append(f"{name} is {value!r} and must be {required!r}, since {reason}")
     if (block := fields.get("block_type", SEQUENTIAL)) not in (SEQUENTIAL, FANFORMER):
