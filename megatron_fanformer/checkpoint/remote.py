@@ -183,7 +183,7 @@ class Mirror:
         threading.Thread(target=self._copy_all, args=(self._url,), name="mirror", daemon=True).start()
 
     def finish(self, is_enough: Callable[[], bool], seconds: float = FINISH_SECONDS) -> None:
-        """Wait at most `seconds`, until all is copied or `is_enough()` is true; warn if the last one is not copied."""
+        """Wait for copies, at most `seconds` or until `is_enough()` (a stop is requested); warn if one is missing."""
         end = time.monotonic() + seconds
         while self._copying is not None and not is_enough() and time.monotonic() < end:
             time.sleep(POLL_SECONDS)

@@ -79,7 +79,7 @@ class CheckpointConfig:
         """Return the rules of single fields that this configuration breaks, one line each."""
         names = ("save_interval", "keep", "mirror_keep")
         problems = broken_fields("checkpoint", self, "be at least 1, or null", lambda value: value < 1, *names)
-        urls = {"mirror": self.mirror, "load": self.load if self.load and is_url(self.load) else None}
+        urls = {"mirror": self.mirror, "load": self.load if self.load and is_url(self.load) else None}  # else a path
         problems += filter(None, (url_problem(f"checkpoint.{name}", url) for name, url in urls.items()))
         return problems
 

@@ -99,7 +99,7 @@ class FANValueAttention(Attention):
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Any:
         """Return queries, keys and values [s, b, n, d] of hidden states [s, b, h] (a rank's part of s, if sharded)."""
-        if isinstance(self.linear_qk, ActivatedColumnParallelLinear):
+        if isinstance(self.linear_qk, ActivatedColumnParallelLinear):  # this layer computes X_F from p | g
             qk, (_x_f, values) = self.linear_qk(self.fan.pre_activation(hidden_states))
         else:
             x_f_sbh, values = self.fan(hidden_states)

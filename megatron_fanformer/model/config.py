@@ -183,11 +183,11 @@ class FANformerConfig:
 
     def problems(self) -> list[str]:
         """Return the rules that this shape breaks, one line each; an empty list if it can be built."""
-        sizes = [name for name, kind in type(self).__annotations__.items() if kind is int]
+        names = [name for name, kind in type(self).__annotations__.items() if kind is int]  # of sizes
         at_most = f"be at most {LARGEST_SIZE}, beyond which no tensor's bytes can be counted"
         problems = [
-            *broken_fields("model", self, "be at least 1", lambda value: value < 1, *sizes),
-            *broken_fields("model", self, at_most, lambda value: value > LARGEST_SIZE, *sizes, "num_query_groups"),
+            *broken_fields("model", self, "be at least 1", lambda value: value < 1, *names),
+            *broken_fields("model", self, at_most, lambda value: value > LARGEST_SIZE, *names, "num_query_groups"),
             *broken_fields("model", self, "be at least 1, or null", lambda value: value < 1, "num_query_groups"),
         ]
         if problems:  # the rules between fields need sound sizes

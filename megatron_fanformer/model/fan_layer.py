@@ -97,11 +97,11 @@ class FANProjection(MegatronModule):
     def forward(self, x_sbh: Tensor) -> tuple[Tensor, ...]:
         """Map X [s, b, h] (after the input norm, unless the map has it fused) to the outputs [s, b, w]."""
         pre_sbk = self.pre_activation(x_sbh)
-        if not (self.activation.recompute and torch.is_grad_enabled()):
-            return self._activate(pre_sbk)  # the outputs are kept for backward
-        self._checkpoint = CheckpointWithoutOutput(fp8=None)  # `_activate` has no FP8
-        outputs: tuple[Tensor, ...] = self._checkpoint.checkpoint(self._activate, pre_sbk)
-        return outputs
+        if self.activation.recompute and torch.is_grad_enabled():
+            self._checkpoint = CheckpointWithoutOutput(fp8=None)  # `_activate` has no FP8
+            outputs: tuple[Tensor, ...] = self._checkpoint.checkpoint(self._activate, pre_sbk)
+            return outputs
+        return self._activate(pre_sbk)
 
     def _activate(self, pre_sbk: Tensor) -> tuple[Tensor, ...]:
         outputs: tuple[Tensor, ...] = FANActivation.apply(pre_sbk, self.activation)

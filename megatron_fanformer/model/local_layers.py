@@ -194,10 +194,10 @@ class RMSNorm(torch.nn.Module):
 
 def weight_gradient(weight_oh: Any, grad_to: Tensor, x_th: Tensor, *, fuses_accumulation: bool) -> Tensor | None:
     """Return the gradient of a weight; if accumulation is fused, add it to `main_grad`, and return `stand_in`."""
-    if not (fuses_accumulation and hasattr(weight_oh, "main_grad")):
-        return grad_to.t().matmul(x_th)
-    add_product(weight_oh.main_grad, grad_to, x_th)
-    return stand_in(weight_oh)
+    if fuses_accumulation and hasattr(weight_oh, "main_grad"):
+        add_product(weight_oh.main_grad, grad_to, x_th)
+        return stand_in(weight_oh)
+    return grad_to.t().matmul(x_th)
 
 
 def stand_in(weight_oh: Any) -> Tensor | None:

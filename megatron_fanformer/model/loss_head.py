@@ -195,7 +195,7 @@ def _scale_of(grad_sb: Tensor, mask_sb: Tensor) -> Tensor:
     torch._assert_async(
         difference <= SAME_WEIGHTS * (scale * mask).abs().max(),
         "the losses were weighted in another proportion than the loss mask that the model was given, and the gradient "
-        "is of that; pass the weights to the model as loss_mask, or set kernels.chunked_loss_head to false",
+        "follows that mask; pass the weights to the model as loss_mask, or set kernels.chunked_loss_head to false",
     )
     return scale.float()
 

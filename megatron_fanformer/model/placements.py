@@ -161,7 +161,7 @@ class Placement:
             fan: computes a FAN layer, given its name in the authors' block, its input and the width of its output.
         """
         x_f = fan("att_proj.fanlayer", x, model.hidden_size) if self.is_in_attention else x
-        projected = x_f @ block(self.attention_tensors[-1].reference[0]).T
+        projected = x_f @ block(self.attention_tensors[-1].reference[0]).T  # the last one: the matrix of Q, K (and V)
         widths = [model.num_attention_heads * model.kv_channels, model.value_size]
         if self.has_own_values:
             return [*projected.split(widths, dim=-1), fan("v_fan", x, model.value_size)]
@@ -354,5 +354,5 @@ def all_tensors() -> dict[LayerTensor, list[str]]:
     mlp = [tensor for placement in PLACEMENTS.values() for tensor in placement.mlp_tensors]
     return {
         tensor: [name for name, placement in PLACEMENTS.items() if tensor in placement.all_tensors()]
-        for tensor in dict.fromkeys([INPUT_NORM, *attention, *HEAD_NORMS, PROJECTION, MLP_NORM, *mlp])
+        for tensor in dict.fromkeys([INPUT_NORM, *attention, *HEAD_NORMS, PROJECTION, MLP_NORM, *mlp])  # each once
     }

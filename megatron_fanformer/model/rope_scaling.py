@@ -102,8 +102,8 @@ class RopeScalingConfig:
 
     def problems(self) -> list[str]:
         """Return the rules that this configuration breaks, one line each."""
-        needed = {"default": [], "linear": ["factor"], "yarn": ["factor", "original_max_position_embeddings"]}
-        needs = needed[self.rope_type]
+        needs_by_type = {"default": [], "linear": ["factor"], "yarn": ["factor", "original_max_position_embeddings"]}
+        needs = needs_by_type[self.rope_type]
         may_state = [field.name for field in fields(self)] if self.rope_type == "yarn" else ["rope_type", *needs]
         broken = partial(broken_fields, SECTION, self)
         return [

@@ -61,7 +61,7 @@ class WholeInputTEColumnParallelLinear(TELinear):
             {"weight": 0, "bias": 0},
             sharded_offsets,
             tp_group=self.shard_group,
-            dp_cp_group=(metadata or {})["dp_cp_group"],
+            dp_cp_group=(metadata or {})["dp_cp_group"],  # megatron-core always states the group
         )
 
 
@@ -129,7 +129,7 @@ class _OutsideFP8:
         forward = super().forward  # type: ignore[misc]  # the layer comes after this class
         if not FP8GlobalStateManager.is_fp8_enabled():
             return forward(x_sbh)
-        with _autocast(False, False, FP8GlobalStateManager.get_fp8_recipe()):
+        with _autocast(False, False, FP8GlobalStateManager.get_fp8_recipe()):  # neither enabled nor calibrating
             return forward(x_sbh)
 
 
