@@ -194,13 +194,13 @@ class Mirror:
                 redacted(self._url or ""),
             )
 
-    def _copy_all(self, url: str) -> None:
+    def _copy_all(self, url: str) -> None:  # runs in the thread that `offer` starts, until no checkpoint waits
         while (checkpoint := self._copying) is not None:
             self._copy(url, checkpoint)
             with self._lock:
                 self._copying, self._waiting = self._waiting, None
 
-    def _copy(self, url: str, checkpoint: Path) -> None:
+    def _copy(self, url: str, checkpoint: Path) -> None:  # training goes on if this fails: a failure is only logged
         name, started = checkpoint.name, time.monotonic()
 
         def report_failure(attempt: int, reason: str) -> None:

@@ -310,7 +310,7 @@ def _rectangles_of(piece: ShardedTensor, part: _Part, key: str, flat: Tensor) ->
         low = tuple(map(max, offset, corner))
         high = tuple(map(min, map(add, offset, extent), map(add, corner, piece.data.shape)))
         if any(map(le, high, low)):
-            continue  # the rectangle belongs to other pieces
+            continue  # they have nothing in common: the rectangle belongs to other pieces
         data = rectangle[tuple(map(slice, map(sub, low, offset), map(sub, high, offset)))]
         yield replace(
             piece,

@@ -142,7 +142,7 @@ class Row:
         return torch.empty([size.value(config) for size in self.shape], dtype=dtype, device="meta")
 
 
-def _vocabulary_row(megatron: str, reference: str, hf: str) -> Row:
+def _vocabulary_row(megatron: str, reference: str, hf: str) -> Row:  # the tensor's names in the three formats
     return Row(
         Naming((megatron,), VOCABULARY_PADDED),
         (Size("V", lambda config: config.padded_vocab_size), H),

@@ -214,7 +214,7 @@ def _model_config(sizes: _Sizes, fan: FANConfig) -> FANformerConfig:
     )
 
 
-def _reference_fields(config: FANformerConfig, end_of_text_id: int | None) -> dict[str, Any]:
+def _reference_fields(config: FANformerConfig, end_of_text_id: int | None) -> dict[str, Any]:  # by authors' names
     fan = config.placement.reference_fields
     assert fan is not None, "`convert` refuses a model that the format cannot express"
     fields = {

@@ -141,7 +141,7 @@ class FANformerAttention(nn.Module):
         self.head_dim = config.head_dim
         self.num_key_value_groups = heads // key_value_heads
         self.scaling = self.head_dim**-0.5
-        self.is_causal = True
+        self.is_causal = True  # read by transformers' attention functions
         self.add_inputs(config)
         self.q_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, key_value_heads * self.head_dim, bias=False)

@@ -148,7 +148,7 @@ class HeadExchange:
             return self._exchange(qkv_sbgw), widths
         query, key, value = qkv
         groups, size = key.shape[2:]
-        qkv_sbgw = torch.cat([query.unflatten(2, (groups, -1)).flatten(3), key, value], -1)
+        qkv_sbgw = torch.cat([query.unflatten(2, (groups, -1)).flatten(3), key, value], -1)  # group by group
         query, key, value = self._exchange(qkv_sbgw).split([qkv_sbgw.shape[-1] - 2 * size, size, size], -1)
         return query.unflatten(3, (-1, size)).flatten(2, 3), key, value
 
@@ -164,7 +164,7 @@ class HeadExchange:
         return part.view(-1, *context.shape[1:-1], part.shape[-1])
 
 
-@functools.cache
+@functools.cache  # all layers have one subclass
 def exchanging_heads(attention: type[Attention]) -> type[Attention]:
     """Return the subclass of this class of attention that exchanges heads (`HeadExchange`)."""
     return type(f"HeadExchange{attention.__name__}", (HeadExchange, attention), {})

@@ -361,7 +361,7 @@ class KernelsConfig:
         if self.loss_head_chunk_tokens is not None:
             return self.loss_head_chunk_tokens
         tokens = (LOGITS_BYTES_ON_CPU if on_cpu else LOGITS_BYTES_ON_GPU) // (logit_columns * element_bytes)
-        return max(1, tokens if tokens < ALIGNED_TOKENS else tokens // ALIGNED_TOKENS * ALIGNED_TOKENS)
+        return max(1, tokens if tokens < ALIGNED_TOKENS else tokens // ALIGNED_TOKENS * ALIGNED_TOKENS)  # whole tiles
 
     def problems(self) -> list[str]:
         """Return the rules of single fields that this configuration breaks, one line each."""

@@ -89,7 +89,7 @@ class Stack(HybridStack):
     def __init__(
         self, config: TransformerConfig, submodules: Any, *, final_norm: Any, post_process: bool = True, **options: Any
     ) -> None:
-        super().__init__(config, submodules, post_process=post_process, post_layer_norm=False, **options)
+        super().__init__(config, submodules, post_process=post_process, post_layer_norm=False, **options)  # see below
         self.final_layernorm = None
         if post_process:
             self.final_layernorm = build_module(

@@ -190,7 +190,7 @@ def _engine_parts(fan: FANConfig, fan_form: FANForm, fp8_fan: bool, *, exchanges
         "core_attention": te_layers.PartOfHeadsTEDotProductAttention if exchanges_heads else TEDotProductAttention,
         "linear_proj": TERowParallelLinear,
     }
-    # A norm inside a map is saved under the local layer's name, or neither implementation could load the other's.
+    # A norm inside a map is saved under the local layer's name, so that both implementations load the same checkpoints.
     normed_map = "fan.linear" if placement.is_in_attention else "linear_qkv"
     other_submodules = {
         "input_layernorm": TENorm if is_sequence else IdentityOp,

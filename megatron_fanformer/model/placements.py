@@ -77,7 +77,7 @@ def linear_qkv(reference: str) -> LayerTensor:
     )
 
 
-def _head_norm(part: str) -> LayerTensor:
+def _head_norm(part: str) -> LayerTensor:  # `part`: "q" or "k"
     return LayerTensor(
         f"self_attention.{part}_layernorm.weight",
         (HEAD,),

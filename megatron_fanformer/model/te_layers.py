@@ -41,7 +41,7 @@ class WholeInputTEColumnParallelLinear(TELinear):
         super().__init__(
             input_size,
             divide(output_size, tp_group.size()),
-            parallel_mode="duplicated",
+            parallel_mode="duplicated",  # a whole layer to the Engine, which then does not communicate
             config=without_sequence_parallel(config),
             **kwargs,
         )
@@ -73,7 +73,7 @@ class FANTELayerNormColumnParallelLinear(TELayerNormColumnParallelLinear):
     """
 
     def __init__(self, *args: Any, tp_comm_buffer_name: str | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, tp_comm_buffer_name="qkv", **kwargs)
+        super().__init__(*args, tp_comm_buffer_name="qkv", **kwargs)  # megatron-core knows no name of FAN's own
 
 
 class ReplicatedTELinear(TELinear):
