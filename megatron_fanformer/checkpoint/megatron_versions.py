@@ -68,7 +68,7 @@ def prepare_save(sharded_state: dict[str, Any], folder: Path, strategy: Any, *, 
 
     Every rank calls it. With `validate`, check that the shards of all ranks make whole tensors.
     """
-    if not isinstance(filesystem_async._results_queue, ResultsFile):  # its docstring has the reasons
+    if not isinstance(filesystem_async._results_queue, ResultsFile):  # the class's docstring has the reasons
         filesystem_async._results_queue = ResultsFile()
     return dist_checkpointing.save(
         sharded_state,
@@ -81,7 +81,7 @@ def prepare_save(sharded_state: dict[str, Any], folder: Path, strategy: Any, *, 
 
 
 def save_strategy(group: "dist.ProcessGroup | None") -> Any:
-    """Return a strategy for saves of the same shards each time; ranks of `group` divide the shards that all hold."""
+    """Return a strategy for saves that all have the same shards; the ranks of `group` divide shards that all hold."""
     strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
     if group is None or group.size() == 1:
         return strategy
@@ -143,7 +143,7 @@ def run_writer(write: Callable[[int, Any, Any], None], rank: int, buckets: Any, 
 
 
 def _end_if_child_was_killed(*_: Any) -> None:
-    """End this process and its children if a child has failed."""
+    """As the handler of SIGCHLD, end this process and its children if a child has failed."""
     children = list(vars(process)["_children"])  # active_children() omits children that have ended
     if any(child.exitcode for child in children):
         for child in children:
@@ -188,7 +188,7 @@ def _common_strategy(table: Table) -> Any:
 
     class PlainValues(TorchCommonLoadStrategy):
         def load_common(self, checkpoint_dir: str | Path) -> Any:
-            return common_values(Path(checkpoint_dir), table)[1]
+            return common_values(Path(checkpoint_dir), table)[1]  # [0] is the name of their file
 
     return PlainValues()
 
@@ -219,7 +219,7 @@ def _reading_data_alone(table: Table) -> Iterator[None]:
     load_archive = torch.load
 
     def return_table(reader: FileSystemReader) -> Table:
-        table.storage_meta = StorageMeta(load_id=reader.load_id)
+        table.storage_meta = StorageMeta(load_id=reader.load_id)  # as torch's own method does
         return table
 
     def load_data(*arguments: Any, **options: Any) -> Any:

@@ -56,8 +56,8 @@ class RemoteRun:
             latest = self._files.cat_file(f"{self._checkpoints}/{run_folder.LATEST}").decode().strip()
         except (FileNotFoundError, UnicodeDecodeError):
             latest = ""
-        is_sound = run_folder.step_of(Path(latest)) is not None  # otherwise all checkpoints are candidates
-        return [name for name in self.complete()[::-1] if not is_sound or name <= latest]
+        is_latest_unknown = run_folder.step_of(Path(latest)) is None  # then all checkpoints are candidates
+        return [name for name in self.complete()[::-1] if is_latest_unknown or name <= latest]
 
     def complete(self) -> list[str]:
         """Return the names of all complete checkpoints, which have a manifest; the oldest first."""
@@ -101,7 +101,7 @@ class RemoteRun:
             self._files.pipe_file(f"{folder}/{MANIFEST}", content)
         self._files.pipe_file(f"{self._checkpoints}/{run_folder.LATEST}", f"{name}\n".encode())
         complete = self.complete()
-        kept = [other for other in complete if other <= name][-(keep or len(complete)) :]
+        kept = [other for other in complete if other <= name][-(keep or len(complete)) :]  # without `keep`: all
         later = [other for other in complete if other > name]
         for other in set(self._step_names()).difference(kept, later):
             self._remove(other)
@@ -144,7 +144,7 @@ class RemoteRun:
         names = names_in(self._files, self._checkpoints)
         return sorted(name for name in names if run_folder.step_of(Path(name)) is not None)
 
-    def _remove(self, name: str) -> None:
+    def _remove(self, name: str) -> None:  # the manifest first: without it, no reader counts the rest
         for path in (f"{self._checkpoints}/{name}/{MANIFEST}", f"{self._checkpoints}/{name}"):
             with suppress(FileNotFoundError):
                 self._files.rm(path, recursive=True)
@@ -183,7 +183,7 @@ class Mirror:
         threading.Thread(target=self._copy_all, args=(self._url,), name="mirror", daemon=True).start()
 
     def finish(self, is_enough: Callable[[], bool], seconds: float = FINISH_SECONDS) -> None:
-        """Wait at most `seconds`, until all is copied or `is_enough()` is true; warn if the last one is not copied."""
+        """Wait for copies, at most `seconds` or until `is_enough()` (a stop is requested); warn if one is missing."""
         end = time.monotonic() + seconds
         while self._copying is not None and not is_enough() and time.monotonic() < end:
             time.sleep(POLL_SECONDS)
@@ -194,13 +194,13 @@ class Mirror:
                 redacted(self._url or ""),
             )
 
-    def _copy_all(self, url: str) -> None:
+    def _copy_all(self, url: str) -> None:  # runs in the thread that `offer` starts, until no checkpoint waits
         while (checkpoint := self._copying) is not None:
             self._copy(url, checkpoint)
             with self._lock:
                 self._copying, self._waiting = self._waiting, None
 
-    def _copy(self, url: str, checkpoint: Path) -> None:
+    def _copy(self, url: str, checkpoint: Path) -> None:  # training goes on if this fails: a failure is only logged
         name, started = checkpoint.name, time.monotonic()
 
         def report_failure(attempt: int, reason: str) -> None:
@@ -222,7 +222,7 @@ class Mirror:
 
 
 def fetch_newer(url: str, run: Path, *, use_earlier: bool = True) -> None:
-    """Fetch the newest sound checkpoint of a mirror into a run's folder, unless it has a sound one as late.
+    """Fetch a mirror's newest sound checkpoint into a run's folder, unless a sound one there is of that step or later.
 
     A damaged checkpoint of the same step in the folder is set aside. Without `use_earlier`, no checkpoint is fetched
     that is earlier than the folder's newest, damaged or not. If the folder has a sound one, errors are only logged.

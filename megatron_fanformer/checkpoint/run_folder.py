@@ -79,7 +79,7 @@ class CheckpointConfig:
         """Return the rules of single fields that this configuration breaks, one line each."""
         names = ("save_interval", "keep", "mirror_keep")
         problems = broken_fields("checkpoint", self, "be at least 1, or null", lambda value: value < 1, *names)
-        urls = {"mirror": self.mirror, "load": self.load if self.load and is_url(self.load) else None}
+        urls = {"mirror": self.mirror, "load": self.load if self.load and is_url(self.load) else None}  # else a path
         problems += filter(None, (url_problem(f"checkpoint.{name}", url) for name, url in urls.items()))
         return problems
 
@@ -158,7 +158,7 @@ def _hidden_path(checkpoints: Path, name: str) -> Path:
 
 
 def point_to(checkpoint: Path, damaged: Sequence[Path]) -> None:
-    """Set damaged checkpoints aside, and make `latest` name a checkpoint; write nothing if all that is so already."""
+    """Set damaged checkpoints aside, and make `latest` name a checkpoint; write nothing if nothing would change."""
     latest = checkpoint.parent / LATEST
     with suppress(CorruptError):  # a damaged `latest` is replaced below
         if not damaged and _read_latest(latest) == checkpoint:
@@ -275,7 +275,7 @@ def saved_config(checkpoint: Path) -> dict[str, Any]:
     for name, section in values.items():
         if not isinstance(section, dict):
             raise CorruptError(f"{file}: {name!r:.40} is not a mapping of fields to values; use another checkpoint")
-    return rename_moved_fields(values, MOVED_FIELDS)[0]
+    return rename_moved_fields(values, MOVED_FIELDS)[0]  # [1]: the former names
 
 
 def metrics_entry(line: bytes) -> dict[str, Any] | None:

@@ -54,7 +54,7 @@ def run_lock(run: Path) -> Iterator[None]:
         reason = "is a file; name a folder" if run.is_file() else f"cannot be written ({error.strerror}); name another"
         raise InputError(f"training.run_dir {run} {reason}") from error
 
-    def beat() -> None:
+    def beat() -> None:  # shows other machines that this process is alive
         while not ended.wait(BEAT_SECONDS):
             with suppress(OSError):
                 os.utime(path)

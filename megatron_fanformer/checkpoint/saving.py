@@ -96,7 +96,7 @@ class CheckpointSaver:
         assert self._unpublished is None, "finish_due(blocking=True) comes before the next save"
         state = training_state(stages, optimizer, progress, self._grid)
         check_finite(state, step)
-        make_folder = self._reporting(step, None)(run_folder.temporary_folder)  # decorated: it raises FanformerError
+        make_folder = self._reporting(step, None)(run_folder.temporary_folder)  # decorated, to raise FanformerError
         folder = on_main(lambda: make_folder(self._checkpoints, step))
         logger.debug("writing step %d to %s", step, folder)
         self._unpublished = _Unpublished(step, folder, config, attachments)

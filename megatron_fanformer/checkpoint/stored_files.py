@@ -185,7 +185,7 @@ def check_format(checkpoint: Path) -> None:
 def check_plain_values(checkpoint: Path, table: Table, *, share: int = 0, shares: int = 1) -> None:
     """Raise CorruptError if the plain values or an object in a checkpoint, even an unused one, are more than data."""
     check_format(checkpoint)
-    if common_state(table) is None or (checkpoint / COMMON).exists():
+    if common_state(table) is None or (checkpoint / COMMON).exists():  # otherwise an object holds the plain values
         with reporting_damage(checkpoint / COMMON):
             load_data(regular_file(checkpoint / COMMON))  # only to find more than data in it
     tensors = tensors_of(table)
@@ -213,7 +213,7 @@ def saved_progress(checkpoint: Path, table: Table) -> SavedProgress | None:
     file, common = common_values(checkpoint, table)
     if isinstance(common, dict) and not common.get("progress"):
         return None
-    progress = common["progress"] if isinstance(common, dict) else common  # damaged: for the message
+    progress = common["progress"] if isinstance(common, dict) else common  # else damaged: the message shows it
     values = progress if isinstance(progress, dict) else {}
     step, samples = values.get("step"), values.get("consumed_samples")
     if not isinstance(step, int) or not isinstance(samples, int):

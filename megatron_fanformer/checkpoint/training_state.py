@@ -223,18 +223,18 @@ def stored_state(optimizer: Any, weights: dict[str, Any]) -> dict[str, Any]:
     return {"optimizer": {"param_groups": _stored_groups(optimizer)}, "optimizer_tensors": shards}
 
 
-def requested_tensors(optimizer: Any, weights: dict[str, Any], stored: Collection[str]) -> dict[int, ShardedTensor]:
-    """Return the optimizer's tensors, to load into, under their names in the checkpoint, whose names are `stored`."""
+def requested_tensors(optimizer: Any, weights: dict[str, Any], names: Collection[str]) -> dict[int, ShardedTensor]:
+    """Return the optimizer's tensors, to load into, by number, each with its key among a checkpoint's `names`."""
     shards = {}
     for number, shard in enumerate(_shards(optimizer, weights)):
-        if shard.key.startswith(MAIN_WEIGHT):
-            shard = replace(shard, key=main_weight_name(shard.key.removeprefix(MAIN_WEIGHT), stored))
+        if shard.key.startswith(MAIN_WEIGHT):  # a checkpoint in float32 has the weight itself instead
+            shard = replace(shard, key=main_weight_name(shard.key.removeprefix(MAIN_WEIGHT), names))
         shards[number] = shard
     return shards
 
 
 def requested_weights(weights: dict[str, Any], stored_names: Collection[str]) -> dict[str, Any]:
-    """Return the weights, to load into, under the names by which a checkpoint stores them in this run's type."""
+    """Return the weights, to load into; a weight in float32 asks for the checkpoint's main weight, if there is one."""
 
     def with_stored_name(leaf: Any) -> Any:
         is_float32 = leaf.data.dtype == torch.float32
@@ -274,7 +274,7 @@ def _parts(optimizer: Any, weights: list[torch.nn.Parameter]) -> Iterator[_Part]
             instance = None
             updated = {main for group in single.param_groups for main in group["params"]}
             mains = {weight: getattr(weight, "main_param", weight) for weight in weights}
-            starts = {weight: 0 for weight, main in mains.items() if main in updated}
+            starts = {weight: 0 for weight, main in mains.items() if main in updated}  # 0: whole weights
             states = {weight: {**single.optimizer.state[mains[weight]], "param": mains[weight]} for weight in starts}
         for weight, start in starts.items():
             tensors = states[weight]
@@ -310,7 +310,7 @@ def _rectangles_of(piece: ShardedTensor, part: _Part, key: str, flat: Tensor) ->
         low = tuple(map(max, offset, corner))
         high = tuple(map(min, map(add, offset, extent), map(add, corner, piece.data.shape)))
         if any(map(le, high, low)):
-            continue  # the rectangle belongs to other pieces
+            continue  # they have nothing in common: the rectangle belongs to other pieces
         data = rectangle[tuple(map(slice, map(sub, low, offset), map(sub, high, offset)))]
         yield replace(
             piece,

@@ -128,7 +128,7 @@ def _checked_config(folder: Path, stated: HuggingFaceConfig, tensors: Mapping[st
     if problems := config.stated_problems():
         raise InputError(f"the model in {folder} cannot be built: {'; '.join(problems)}")
     for fan_map in config.placement.maps(config):
-        (name,) = names_in(layer_row(config.placement.tensor(fan_map.tensor)), 0, "hf")
+        (name,) = names_in(layer_row(config.placement.tensor(fan_map.tensor)), 0, "hf")  # in the first layer
         if name in meta:  # raises CorruptError if the stated p_ratio gives another number of rows
             inferred_p_ratio(meta[name].shape[0], fan_map.width, fan_map.p_ratio, fan_map.field)
     return config

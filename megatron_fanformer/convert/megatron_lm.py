@@ -141,7 +141,7 @@ def _model_config(
 ) -> FANformerConfig:
     """Return the model's configuration, from the arguments and the fields that the user states."""
     rows = shapes[EMBEDDING].shape[0] if EMBEDDING in shapes else 0
-    arguments = _count_end_of_text(arguments, rows)
+    arguments = _include_end_of_text(arguments, rows)
     values = {**model_fields(arguments), **stated, "fan": _fan_fields(folder, arguments, stated)}
     vocab_size = values.setdefault("vocab_size", rows)
     if type(vocab_size) is int and 0 < vocab_size <= rows:
@@ -153,7 +153,7 @@ def _model_config(
         raise InputError(f"the model in {folder} cannot be built: {reasons}; state it by --config FILE") from None
 
 
-def _count_end_of_text(arguments: Arguments, rows: int) -> Arguments:
+def _include_end_of_text(arguments: Arguments, rows: int) -> Arguments:
     """Return the arguments with a vocab_size that includes the end of text of Megatron-LM's NullTokenizer.
 
     In megatron-core 0.16 this id follows the --vocab-size ids, so it is added here if the embedding has a row for it
@@ -168,7 +168,7 @@ def _fan_fields(folder: Path, arguments: Arguments, stated: Mapping[str, Any]) -
     """Return the fields of FAN: the user's or, without any, the defaults if the spec is ours, `none` without a spec."""
     spec = arguments.get("spec")
     if "fan" in stated or spec in SPECS:
-        return stated.get("fan") or {}
+        return stated.get("fan") or {}  # {}: the defaults
     if not spec:
         return {"placement": "none"}
     raise InputError(

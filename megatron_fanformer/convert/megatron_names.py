@@ -139,7 +139,7 @@ def model_problems(arguments: Arguments) -> list[str]:
     reasons: dict[str, str] = {}  # by argument
     for name, (allowed, reason) in RULES.items():
         is_ignored = name in LAYERS and arguments.get("spec")
-        if not is_ignored and arguments.get(name, allowed[0]) not in allowed:
+        if not is_ignored and arguments.get(name, allowed[0]) not in allowed:  # [0]: assumed if missing
             reasons[name] = reason
     width, heads, size = (arguments.get(name) for name in ("hidden_size", "num_attention_heads", "kv_channels"))
     if type(width) is type(heads) is type(size) is int and width != heads * size:

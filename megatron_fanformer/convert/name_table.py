@@ -142,7 +142,7 @@ class Row:
         return torch.empty([size.value(config) for size in self.shape], dtype=dtype, device="meta")
 
 
-def _vocabulary_row(megatron: str, reference: str, hf: str) -> Row:
+def _vocabulary_row(megatron: str, reference: str, hf: str) -> Row:  # the tensor's names in the three formats
     return Row(
         Naming((megatron,), VOCABULARY_PADDED),
         (Size("V", lambda config: config.padded_vocab_size), H),
@@ -209,13 +209,13 @@ def convert(
     Raises:
         CorruptError: as `check_tensors` raises it.
     """
-    known = meta_of(tensors)
-    check_tensors(known, config, source)
+    given = meta_of(tensors)
+    check_tensors(given, config, source)
     target_config = target_config or config
     places: dict[str, tuple[Row, int | None]] = {}
     meta: dict[str, Tensor] = {}
     for row, layer in rows_of(config):
-        widest = functools.reduce(torch.promote_types, (known[name].dtype for name in names_in(row, layer, source)))
+        widest = functools.reduce(torch.promote_types, (given[name].dtype for name in names_in(row, layer, source)))
         parts = row.naming(target).transform.split(row.hub(target_config, dtype or widest), target_config)
         for name, part in zip(names_in(row, layer, target), parts, strict=True):
             places[name] = row, layer
@@ -250,31 +250,31 @@ def names_in(row: Row, layer: int | None, format: Format) -> list[str]:
     return [name.format(layer=layer) for name in row.naming(format).names]
 
 
-def check_tensors(known: Mapping[str, Tensor], config: FANformerConfig, source: Format) -> None:
+def check_tensors(given: Mapping[str, Tensor], config: FANformerConfig, source: Format) -> None:
     """Check names, shapes and types of a model's tensors in the format `source`.
 
     Raises:
         CorruptError: tensors are missing, unknown, of another shape, or of no type of weights; the message names them.
     """
-    if config.num_layers > len(known):  # first of all: a hostile configuration may state any number of layers
+    if config.num_layers > len(given):  # first of all: a hostile configuration may state any number of layers
         raise CorruptError(
             f"the {source} weights do not match their configuration; it states {config.num_layers} layers, and "
-            f"there are {len(known)} tensors"
+            f"there are {len(given)} tensors"
         )
     expected = expected_shapes(config, source)
     wrong_shapes = [
-        f"{name} ({list(known[name].shape)} instead of {list(shape)})"
+        f"{name} ({list(given[name].shape)} instead of {list(shape)})"
         for name, shape in expected.items()
-        if name in known and tuple(known[name].shape) != shape
+        if name in given and tuple(given[name].shape) != shape
     ]
     names_by_problem = {
-        "missing": [name for name in expected if name not in known],
-        "unknown": [name for name in known if name not in expected],
+        "missing": [name for name in expected if name not in given],
+        "unknown": [name for name in given if name not in expected],
         "of another shape": wrong_shapes,
         "in no number format of weights": [
-            f"{name} ({known[name].dtype})"
+            f"{name} ({given[name].dtype})"
             for name in expected
-            if name in known and known[name].dtype not in WEIGHT_TYPES
+            if name in given and given[name].dtype not in WEIGHT_TYPES
         ],
     }
     if text := "; ".join(f"{len(names)} {kind}: {some(names)}" for kind, names in names_by_problem.items() if names):

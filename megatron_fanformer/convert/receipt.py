@@ -227,7 +227,7 @@ def _fan(config: FANformerConfig, load_in_block: Load, name: str, x: Tensor, wid
     return torch.cat([phase.cos(), phase.sin(), F.gelu(linear) if config.fan.activation == "gelu" else linear], dim=-1)
 
 
-def _attention(config: FANformerConfig, load_in_block: Load, x: Tensor) -> Tensor:
+def _attention(config: FANformerConfig, load_in_block: Load, x: Tensor) -> Tensor:  # [b, s, h] -> [b, s, h]
     qkv = config.placement.reference_qkv(config, load_in_block, x, partial(_fan, config, load_in_block))
     q, k, v = (part.unflatten(-1, (-1, config.kv_channels)).transpose(1, 2) for part in qkv)  # [b, heads, s, d]
     q, k = _rotate(config, q), _rotate(config, k)

@@ -147,7 +147,7 @@ def _recognize_folder(folder: Path) -> Target:
     """Recognize a folder; the order of the checks decides where several kinds would match."""
     if (folder / TRACKER).is_file():  # checked before the folder's name: Megatron-LM may save into any folder
         return Target("megatron-lm", folder)
-    named = folder.resolve() if folder.name in ("", "..") else folder  # a checkpoint's folder is named by its step
+    named = folder.resolve() if folder.name in ("", "..") else folder  # `.` and `..` get a name
     if run_folder.is_checkpoint(folder):
         return Target("checkpoint", named)
     has_checkpoints = (folder / run_folder.CHECKPOINTS).is_dir()

@@ -150,7 +150,7 @@ def _problems(fields: Fields) -> list[str]:
     for name, (default, required, reason) in _RULES.items():
         value = fields.get(name, default)
         if value is None and name == "bias_for_layer_norm":
-            value = fields.get("include_bias", True)  # which null stands for in the authors' code
+            value = fields.get("include_bias", True)  # as the authors' code reads null
         if value != required:
             problems.append(f"{name} is {value!r} and must be {required!r}, since {reason}")
     if (block := fields.get("block_type", SEQUENTIAL)) not in (SEQUENTIAL, FANFORMER):
@@ -184,7 +184,7 @@ def _fan_config(fields: Fields, sizes: _Sizes, shapes: Mapping[str, Tensor]) -> 
     for name, fan_map in zip(names, maps, strict=True):
         if name not in shapes:
             raise CorruptError(f"the configuration says that the model has FAN, but the weights have no {name}")
-        stated_ratio = None if ratios else fields.get("p_ratio")  # no field states the p_ratio for values
+        stated_ratio = fields.get("p_ratio") if fan_map is maps[0] else None  # no field states that of values
         ratios.append(inferred_p_ratio(shapes[name].shape[0], fan_map.width, stated_ratio))
     # v_p_ratio is needed only if p_ratio would give the map for values another number of periodic rows.
     differs_for_values = int(ratios[-1] * maps[-1].width) != int(ratios[0] * maps[-1].width)
@@ -201,12 +201,12 @@ def _model_config(sizes: _Sizes, fan: FANConfig) -> FANformerConfig:
     return FANformerConfig(
         num_layers=sizes.n_layers,
         hidden_size=sizes.d_model,
-        ffn_hidden_size=sizes.mlp_size // 2,
+        ffn_hidden_size=sizes.mlp_size // 2,  # `mlp_size` is of gate and up together
         num_attention_heads=sizes.n_heads,
         num_query_groups=1 if sizes.multi_query_attention else sizes.n_kv_heads,
         vocab_size=sizes.vocab_size,
         make_vocab_size_divisible_by=vocabulary_multiple(sizes.vocab_size, sizes.embedding_rows),
-        seq_length=sizes.max_sequence_length or 1024,
+        seq_length=sizes.max_sequence_length or 1024,  # the reference's default
         rotary_base=int(sizes.rope_theta),
         layernorm_epsilon=sizes.layer_norm_eps,
         untie_embeddings_and_output_weights=not sizes.weight_tying,
@@ -214,7 +214,7 @@ def _model_config(sizes: _Sizes, fan: FANConfig) -> FANformerConfig:
     )
 
 
-def _reference_fields(config: FANformerConfig, end_of_text_id: int | None) -> dict[str, Any]:
+def _reference_fields(config: FANformerConfig, end_of_text_id: int | None) -> dict[str, Any]:  # by authors' names
     fan = config.placement.reference_fields
     assert fan is not None, "`convert` refuses a model that the format cannot express"
     fields = {

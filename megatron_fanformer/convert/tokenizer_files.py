@@ -89,7 +89,7 @@ def write_tokenizer(folder: Path, extras: Extras, *, model_max_length: int) -> t
         end_of_turn_ids = written.encode(ChatTemplate(extras.chat_template).end_of_turn(), add_special_tokens=False).ids
         other_special_ids = set(written.get_added_tokens_decoder()) - {end_of_text_id}
         end_ids += [end_id for end_id in end_of_turn_ids if end_id in other_special_ids][-1:]  # the last, if any
-    _verify(folder, source, original_encode, finds_special_tokens=source.suffix != ".model")
+    _verify(folder, source, original_encode, encode_finds_specials=source.suffix != ".model")
     return max(vocabulary.values()) + 1, end_ids
 
 
@@ -170,11 +170,11 @@ def _merges(scores: Mapping[str, float]) -> Iterator[tuple[str, str]]:
                 yield piece[:cut], piece[cut:]
 
 
-def _verify(folder: Path, source: Path, encode: Callable[[str], list[int]], *, finds_special_tokens: bool) -> None:
-    """Read the written files with transformers, and compare the ids of sample texts with the original's `encode`."""
+def _verify(folder: Path, source: Path, encode: Callable[[str], list[int]], *, encode_finds_specials: bool) -> None:
+    """Raise InputError if the written files give sample texts other ids than the original's `encode`."""
     from transformers import PreTrainedTokenizerFast
 
-    written = PreTrainedTokenizerFast.from_pretrained(folder, split_special_tokens=not finds_special_tokens)
+    written = PreTrainedTokenizerFast.from_pretrained(folder, split_special_tokens=not encode_finds_specials)
     for text in SAMPLE_TEXTS:
         expected, ids = encode(text), written.encode(text, verbose=False)
         if ids != expected:

@@ -141,7 +141,7 @@ class FANformerAttention(nn.Module):
         self.head_dim = config.head_dim
         self.num_key_value_groups = heads // key_value_heads
         self.scaling = self.head_dim**-0.5
-        self.is_causal = True
+        self.is_causal = True  # read by transformers' attention functions
         self.add_inputs(config)
         self.q_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, key_value_heads * self.head_dim, bias=False)
@@ -195,7 +195,7 @@ class FANformerFANAttention(FANformerAttention):
         self.fan = nn.Linear(config.hidden_size, sum(self.fan_activation.sizes), bias=config.fan_bias)
 
     def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Map x [b, s, h] to queries [b, s, n d], keys and values [b, s, k d]."""
+        """Map x [b, s, h] to FAN's output, and this to queries [b, s, n d], keys and values [b, s, k d]."""
         return super().queries_keys_values(self.fan_activation(self.fan(x)))
 
 
@@ -208,7 +208,7 @@ class FANformerFANValueAttention(FANformerFANAttention):
         self.v_fan = nn.Linear(config.hidden_size, sum(self.v_fan_activation.sizes), bias=config.fan_bias)
 
     def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Map x [b, s, h] to queries [b, s, n d], keys and values [b, s, k d]."""
+        """Map x [b, s, h] by one FAN to queries [b, s, n d] and keys [b, s, k d], by another to values [b, s, k d]."""
         x_f = self.fan_activation(self.fan(x))
         return self.q_proj(x_f), self.k_proj(x_f), self.v_fan_activation(self.v_fan(x))
 

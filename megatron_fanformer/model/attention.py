@@ -46,16 +46,16 @@ class FANSelfAttention(SelfAttention):
         _connect(config, self.fan, self.linear_qkv)
 
     def set_for_recompute_input_layernorm(self) -> None:
-        """In FP8, make FAN's linear layer, which reads the recomputed norm in place of QKV, keep no FP8 copy of it."""
+        """In FP8, keep no copy of a norm that megatron-core recomputes: FAN's linear layer, not QKV, reads the norm."""
         _save_original_input(self.fan.linear)
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return queries, keys and values [s, b, n, d] of hidden states [s, b, h] (a rank's part of s, if sharded)."""
-        if isinstance(self.linear_qkv, ActivatedColumnParallelLinear):
+        if isinstance(self.linear_qkv, ActivatedColumnParallelLinear):  # this layer computes X_F from p | g
             return super().get_query_key_value_tensors(self.fan.pre_activation(hidden_states), *args, **kwargs)
         (x_f_sbh,) = self.fan(hidden_states)
         qkv = super().get_query_key_value_tensors(x_f_sbh, *args, **kwargs)
-        self.fan.discard(qkv[0])
+        self.fan.free_outputs_until_backward_of(qkv[0])
         return qkv
 
 
@@ -91,7 +91,7 @@ class FANValueAttention(Attention):
         _connect(config, self.fan, self.linear_qk)
         self.q_layernorm, self.k_layernorm = (
             norm and norm(config=config, hidden_size=self.hidden_size_per_attention_head, eps=config.layernorm_epsilon)
-            for norm in (submodules.q_layernorm, submodules.k_layernorm)
+            for norm in (submodules.q_layernorm, submodules.k_layernorm)  # each a class, or None
         )
         _check_head_norms(config, self.q_layernorm)
 
@@ -99,8 +99,8 @@ class FANValueAttention(Attention):
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Any:
         """Return queries, keys and values [s, b, n, d] of hidden states [s, b, h] (a rank's part of s, if sharded)."""
-        if isinstance(self.linear_qk, ActivatedColumnParallelLinear):
-            qk, (_, values) = self.linear_qk(self.fan.pre_activation(hidden_states))
+        if isinstance(self.linear_qk, ActivatedColumnParallelLinear):  # this layer computes X_F from p | g
+            qk, (_x_f, values) = self.linear_qk(self.fan.pre_activation(hidden_states))
         else:
             x_f_sbh, values = self.fan(hidden_states)
             qk, _ = self.linear_qk(x_f_sbh)
@@ -109,7 +109,7 @@ class FANValueAttention(Attention):
         query, key = qk.split([qk.shape[-2] - 1, 1], dim=-2)
         query, key = query.flatten(2, 3), key.squeeze(-2)
         value = self._values_of_this_rank(values).unflatten(-1, (groups, size))
-        self.fan.discard(qk)
+        self.fan.free_outputs_until_backward_of(qk)
         if self.q_layernorm is not None:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         return query, key, value
@@ -138,9 +138,9 @@ class HeadExchange:
         self.core_attention.register_forward_hook(self._exchange_back)  # type: ignore[attr-defined]
 
     def get_query_key_value_tensors(self, *args: Any, split_qkv: bool = True, **kwargs: Any) -> Any:
-        """Return queries, keys and values [s, b, n / C, d], from those of the class after this one, [s / C, b, n, d].
+        """Exchange queries, keys and values of super(), [s / C, b, n, d], for [s, b, n / C, d]: all of s, fewer heads.
 
-        With `split_qkv` false: one tensor [s, b, g / C, w] of all three, and the width of each one in w.
+        With `split_qkv` false, return one tensor [s, b, g / C, w] of all three, and the width of each one in w.
         """
         qkv = super().get_query_key_value_tensors(*args, split_qkv=split_qkv, **kwargs)  # type: ignore[misc]
         if not split_qkv:
@@ -148,23 +148,23 @@ class HeadExchange:
             return self._exchange(qkv_sbgw), widths
         query, key, value = qkv
         groups, size = key.shape[2:]
-        qkv_sbgw = torch.cat([query.unflatten(2, (groups, -1)).flatten(3), key, value], -1)
+        qkv_sbgw = torch.cat([query.unflatten(2, (groups, -1)).flatten(3), key, value], -1)  # group by group
         query, key, value = self._exchange(qkv_sbgw).split([qkv_sbgw.shape[-1] - 2 * size, size, size], -1)
         return query.unflatten(3, (-1, size)).flatten(2, 3), key, value
 
     def _exchange(self, qkv_sbgw: Tensor) -> Tensor:
-        """Exchange [s / C, b, g, w] for [s, b, g / C, w]."""
+        """Exchange all groups of a part of s for some of the groups of all s: [s / C, b, g, w] -> [s, b, g / C, w]."""
         _, samples, groups, width = qkv_sbgw.shape
         exchanged = all_to_all_sp2hp(qkv_sbgw.flatten(2), self.context_group)
         return exchanged.view(-1, samples, groups // self.context_group.size(), width)
 
     def _exchange_back(self, _core: Any, _inputs: Any, context: Tensor) -> Tensor:
-        """Exchange the core attention's output [s, b, n / C * d] for [s / C, b, n * d]; packed sequences have no b."""
+        """Exchange heads for s again after core attention: [s, b, n / C * d] -> [s / C, b, n * d]; packed: no b."""
         part = all_to_all_hp2sp(context, self.context_group)
         return part.view(-1, *context.shape[1:-1], part.shape[-1])
 
 
-@functools.cache
+@functools.cache  # all layers have one subclass
 def exchanging_heads(attention: type[Attention]) -> type[Attention]:
     """Return the subclass of this class of attention that exchanges heads (`HeadExchange`)."""
     return type(f"HeadExchange{attention.__name__}", (HeadExchange, attention), {})

@@ -113,11 +113,11 @@ def _stage_sizes(parallel: ParallelConfig) -> dict[str, Any]:
 def _fp8_fields(precision: PrecisionConfig) -> dict[str, Any]:
     """Return the fields of FP8, which have the same names in megatron-core; an empty dict without FP8."""
     fields = {} if precision.fp8 is None else dataclasses.asdict(precision)
-    return {name: fields[name] for name in fields.keys() - {"dtype", "grad_reduce_in_fp32", "fp8_fan"}}
+    return {name: fields[name] for name in fields.keys() - {"dtype", "grad_reduce_in_fp32", "fp8_fan"}}  # ours alone
 
 
 def _no_initialization(_weight: torch.Tensor) -> None:
-    """Leave a weight as it is."""
+    """Leave a weight as it is: `initialize` fills in all weights later."""
 
 
 def stage_class() -> type[Stage]:

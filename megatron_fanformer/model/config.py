@@ -111,7 +111,7 @@ class FANformerConfig:
         return config
 
     def stated_problems(self) -> list[str]:
-        """Return the problems, with those of type, of fields that another program's file stated, one line each."""
+        """Return the fields of a wrong type, which another program's file may state; or else, `problems()`."""
         from megatron_fanformer.configuration import value_problems
 
         return value_problems(dataclasses.asdict(self), type(self), "model.") or self.problems()
@@ -183,11 +183,11 @@ class FANformerConfig:
 
     def problems(self) -> list[str]:
         """Return the rules that this shape breaks, one line each; an empty list if it can be built."""
-        sizes = [name for name, kind in type(self).__annotations__.items() if kind is int]
+        names = [name for name, kind in type(self).__annotations__.items() if kind is int]  # of sizes
         at_most = f"be at most {LARGEST_SIZE}, beyond which no tensor's bytes can be counted"
         problems = [
-            *broken_fields("model", self, "be at least 1", lambda value: value < 1, *sizes),
-            *broken_fields("model", self, at_most, lambda value: value > LARGEST_SIZE, *sizes, "num_query_groups"),
+            *broken_fields("model", self, "be at least 1", lambda value: value < 1, *names),
+            *broken_fields("model", self, at_most, lambda value: value > LARGEST_SIZE, *names, "num_query_groups"),
             *broken_fields("model", self, "be at least 1, or null", lambda value: value < 1, "num_query_groups"),
         ]
         if problems:  # the rules between fields need sound sizes
@@ -221,7 +221,7 @@ def p_ratio_of(periodic_size: int, hidden_size: int) -> float:
 
 def nearest_p_ratio(p_ratio: float, width: int, ranks: int) -> float | None:
     """Return the nearest p_ratio at which periodic and linear rows are multiples of `ranks`; None if there is none."""
-    if width % ranks:  # the width is twice the periodic rows, plus the linear rows
+    if width % ranks:  # 2 periodic + linear = width: a sum of multiples of `ranks` is one, too
         return None
     periodic = round(int(p_ratio * width) / ranks) * ranks
     return p_ratio_of(min(periodic, width // 2 // ranks * ranks), width)  # p_ratio is at most 0.5
@@ -361,7 +361,7 @@ class KernelsConfig:
         if self.loss_head_chunk_tokens is not None:
             return self.loss_head_chunk_tokens
         tokens = (LOGITS_BYTES_ON_CPU if on_cpu else LOGITS_BYTES_ON_GPU) // (logit_columns * element_bytes)
-        return max(1, tokens if tokens < ALIGNED_TOKENS else tokens // ALIGNED_TOKENS * ALIGNED_TOKENS)
+        return max(1, tokens if tokens < ALIGNED_TOKENS else tokens // ALIGNED_TOKENS * ALIGNED_TOKENS)  # whole tiles
 
     def problems(self) -> list[str]:
         """Return the rules of single fields that this configuration breaks, one line each."""

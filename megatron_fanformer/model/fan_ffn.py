@@ -69,7 +69,7 @@ class _FANLayer:
         output = FANOutput.of_width(output_size, fan.p_ratio)
         super().__init__(input_size, output.rows, bias=fan.bias, skip_bias_add=False, **kwargs)  # type: ignore[call-arg]
         tp_group: Any = self.tp_group  # type: ignore[attr-defined]
-        x1 = FANOutput.of_width(output_size if self.divides_rows else input_size, fan.p_ratio)
+        x1 = FANOutput.of_width(output_size if self.divides_rows else input_size, fan.p_ratio)  # between the layers
         self.shard = FANShard.of_rank(tp_group.rank(), tp_group.size(), [x1])
         # Neither layer gathers, as on one rank: the first activates this rank's part of x1, the second the sum p2 | g2.
         local_output = self.shard.outputs[0] if self.divides_rows else output

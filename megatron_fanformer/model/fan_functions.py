@@ -32,12 +32,12 @@ class FANOutput(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """P + G."""
+        """Number of the map's rows, P + G."""
         return self.periodic + self.linear
 
     @property
     def width(self) -> int:
-        """2 P + G."""
+        """Number of the output's features, 2 P + G: a periodic row makes a cos and a sin."""
         return 2 * self.periodic + self.linear
 
 
@@ -109,7 +109,7 @@ class FANShard(NamedTuple):
                 ranges.append(RowRange(number, start, start + size, whole_start, self.ranks * sum(sizes)))
                 start += size
                 part_start += self.ranks * size
-        return [range_ for range_ in ranges if range_.end > range_.start]
+        return [range_ for range_ in ranges if range_.end > range_.start]  # without p_ratio 0's empty ranges
 
 
 # -- functions

@@ -51,7 +51,7 @@ class FANOptions(NamedTuple):
     fan: FANConfig
     form: FANForm = "column"
     recompute: bool = False
-    """Whether backward recomputes the outputs; then call `discard` after the only layer that reads X_F."""
+    """Whether backward recomputes the outputs; call `free_outputs_until_backward_of` after the layer that reads X_F."""
 
 
 class FANProjection(MegatronModule):
@@ -97,18 +97,18 @@ class FANProjection(MegatronModule):
     def forward(self, x_sbh: Tensor) -> tuple[Tensor, ...]:
         """Map X [s, b, h] (after the input norm, unless the map has it fused) to the outputs [s, b, w]."""
         pre_sbk = self.pre_activation(x_sbh)
-        if not (self.activation.recompute and torch.is_grad_enabled()):
-            return self._activate(pre_sbk)
-        self._checkpoint = CheckpointWithoutOutput(fp8=None)  # `_activate` has no FP8
-        outputs: tuple[Tensor, ...] = self._checkpoint.checkpoint(self._activate, pre_sbk)
-        return outputs
+        if self.activation.recompute and torch.is_grad_enabled():
+            self._checkpoint = CheckpointWithoutOutput(fp8=None)  # `_activate` has no FP8
+            outputs: tuple[Tensor, ...] = self._checkpoint.checkpoint(self._activate, pre_sbk)
+            return outputs
+        return self._activate(pre_sbk)
 
     def _activate(self, pre_sbk: Tensor) -> tuple[Tensor, ...]:
         outputs: tuple[Tensor, ...] = FANActivation.apply(pre_sbk, self.activation)
         return outputs
 
-    def discard(self, product: Tensor) -> None:
-        """If `recompute` is set, free the outputs; backward recomputes them once it has the gradient of `product`."""
+    def free_outputs_until_backward_of(self, product: Tensor) -> None:
+        """If `recompute` is set, free the outputs until backward has the gradient of `product`, made from them."""
         if self._checkpoint is not None:
             self._checkpoint.discard_output_and_register_recompute(product)
             self._checkpoint = None

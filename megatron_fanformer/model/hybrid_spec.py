@@ -31,7 +31,7 @@ from megatron_fanformer.model.stages import Layers, Stage
 def stack_spec(fan: FANConfig | None = None, transformer_impl: TransformerImpl = "auto", **options: Any) -> ModuleSpec:
     """Return a stack whose `*` and `-` are the two halves of the layer that `layer_spec` returns for the arguments."""
     layer = layer_spec(fan, transformer_impl, **options).submodules
-    new_keys = layer.sharded_state_dict_keys_map
+    new_keys = layer.sharded_state_dict_keys_map  # by a module's prefix of names: the prefix in checkpoints
     attention = TransformerLayerSubmodules(
         input_layernorm=layer.input_layernorm,
         self_attention=layer.self_attention,
@@ -89,7 +89,7 @@ class Stack(HybridStack):
     def __init__(
         self, config: TransformerConfig, submodules: Any, *, final_norm: Any, post_process: bool = True, **options: Any
     ) -> None:
-        super().__init__(config, submodules, post_process=post_process, post_layer_norm=False, **options)
+        super().__init__(config, submodules, post_process=post_process, post_layer_norm=False, **options)  # see below
         self.final_layernorm = None
         if post_process:
             self.final_layernorm = build_module(

@@ -44,7 +44,7 @@ def transformer_engine_problem() -> str | None:
         # HAVE_TE is also false if one of the Engine's dependencies is missing: this import names it.
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:  # a broken installation raises whatever its libraries raise
-        if getattr(error, "name", None) not in ("transformer_engine", "transformer_engine.pytorch"):
+        if getattr(error, "name", None) not in ("transformer_engine", "transformer_engine.pytorch"):  # not absent
             return f"it does not import ({type(error).__name__}: {error})"
     return "it is not installed"
 
@@ -190,7 +190,7 @@ def _engine_parts(fan: FANConfig, fan_form: FANForm, fp8_fan: bool, *, exchanges
         "core_attention": te_layers.PartOfHeadsTEDotProductAttention if exchanges_heads else TEDotProductAttention,
         "linear_proj": TERowParallelLinear,
     }
-    # A norm inside a map is saved under the local layer's name, or neither implementation could load the other's.
+    # A norm inside a map is saved under the local layer's name, so that both implementations load the same checkpoints.
     normed_map = "fan.linear" if placement.is_in_attention else "linear_qkv"
     other_submodules = {
         "input_layernorm": TENorm if is_sequence else IdentityOp,

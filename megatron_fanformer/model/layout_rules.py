@@ -24,7 +24,7 @@ def _tensor_problems(model: FANformerConfig, tp_size: int) -> Iterator[str]:
     stated_size = f"parallel.tensor_model_parallel_size {tp_size}"
     heads, groups = model.num_attention_heads, model.query_groups
 
-    def is_valid(ranks: int) -> bool:
+    def is_valid(ranks: int) -> bool:  # as a tensor parallel size that divides the query heads
         has_whole_groups = groups % ranks == 0
         # If ranks share a group, each rank makes an equal part of the group's rows of queries, keys and values.
         # megatron-core gathers these parts, but not the values that a FAN layer makes.
@@ -50,7 +50,7 @@ def _fan_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[
     if parallel.recomputes("fan"):
         yield from fan_recompute_problems(model, tp_size)
     if parallel.fan_form == "sequence":  # every rank holds the whole map
-        if model.placement.is_fanformer and not model.has_fan:
+        if model.placement.has_fan_mlp:
             yield (
                 f"parallel.fan_form is sequence at model.fan.placement {model.fan.placement}, whose maps tensor "
                 "parallel ranks share; set it to column"

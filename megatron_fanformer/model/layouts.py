@@ -89,7 +89,7 @@ def layout_fields(text: str) -> dict[str, Any]:
     if "recompute_granularity" in fields:
         is_full = fields["recompute_granularity"] == "full"
         implied = {"recompute_method": "uniform" if is_full else None, "recompute_num_layers": 1 if is_full else None}
-        fields = implied | fields  # what the text states comes first
+        fields = implied | fields  # the text's values replace the implied ones
     return fields
 
 

@@ -138,7 +138,7 @@ class TorchCoreAttention(MegatronModule):
             return self._attend(query, key, value, attn_mask=may_see.tril(diagonal=len(key) - len(query)))
         return self._attend(query, key, value, is_causal=is_causal)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, **masking: Any) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, **masking: Any) -> Tensor:  # -> [s, b, n * d]
         # Repeat keys and values that several queries share: with enable_gqa torch does not use its fused CPU kernel.
         repeats = query.shape[2] // key.shape[2]
         if repeats > 1:
@@ -193,11 +193,11 @@ class RMSNorm(torch.nn.Module):
 
 
 def weight_gradient(weight_oh: Any, grad_to: Tensor, x_th: Tensor, *, fuses_accumulation: bool) -> Tensor | None:
-    """Return the gradient of a weight; if accumulation is fused, add it to `main_grad`, and return `stand_in`."""
-    if not (fuses_accumulation and hasattr(weight_oh, "main_grad")):
-        return grad_to.t().matmul(x_th)
-    add_product(weight_oh.main_grad, grad_to, x_th)
-    return stand_in(weight_oh)
+    """Return the gradient of a weight; if accumulation is fused, add it to `main_grad`, and return its `stand_in`."""
+    if fuses_accumulation and hasattr(weight_oh, "main_grad"):
+        add_product(weight_oh.main_grad, grad_to, x_th)
+        return stand_in(weight_oh)
+    return grad_to.t().matmul(x_th)
 
 
 def stand_in(weight_oh: Any) -> Tensor | None:

@@ -144,7 +144,7 @@ class _LossHeadFunction(torch.autograd.Function):
         if kept_n is not None:
             x_nh, labels_n, mask_n = x_nh[kept_n], labels_n[kept_n], mask_n[kept_n]
         losses_n = torch.empty(len(x_nh), dtype=torch.float32, device=x_nh.device)
-        tensors_n = (x_nh, labels_n, mask_n, losses_n)  # without tokens, each would be split into one empty chunk
+        tensors_n = (x_nh, labels_n, mask_n, losses_n)  # if empty: no chunks (`split` would make one empty chunk)
         first_row = head.tp_group.rank() * head.output_size_per_partition
         buffer_cv = x_nh.new_empty((min(head.chunk_tokens, len(x_nh)), len(weight_vh)))
         chunks = zip(*(t.split(head.chunk_tokens) for t in tensors_n), strict=True) if len(x_nh) else ()
@@ -195,7 +195,7 @@ def _scale_of(grad_sb: Tensor, mask_sb: Tensor) -> Tensor:
     torch._assert_async(
         difference <= SAME_WEIGHTS * (scale * mask).abs().max(),
         "the losses were weighted in another proportion than the loss mask that the model was given, and the gradient "
-        "is of that; pass the weights to the model as loss_mask, or set kernels.chunked_loss_head to false",
+        "follows that mask; pass the weights to the model as loss_mask, or set kernels.chunked_loss_head to false",
     )
     return scale.float()
 

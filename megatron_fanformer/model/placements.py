@@ -77,7 +77,7 @@ def linear_qkv(reference: str) -> LayerTensor:
     )
 
 
-def _head_norm(part: str) -> LayerTensor:
+def _head_norm(part: str) -> LayerTensor:  # `part`: "q" or "k"
     return LayerTensor(
         f"self_attention.{part}_layernorm.weight",
         (HEAD,),
@@ -144,11 +144,11 @@ class Placement:
         return next(tensor for tensor in self.all_tensors() if tensor.name == name)
 
     def outputs(self, fan: "FANConfig", hidden_size: int, value_size: int) -> list[tuple[int, float]]:
-        """Return the width and the p_ratio of every output of attention's FAN map."""
+        """Return the width and the p_ratio of every output of attention's FAN map; an empty list without the map."""
         return []
 
     def maps(self, model: "FANformerConfig") -> list[FANMap]:
-        """Return those FAN maps of a layer that have their rows divided over the tensor parallel ranks."""
+        """Return the layer's FAN maps whose rows the tensor parallel ranks divide; a Transformer has none."""
         return []
 
     def reference_qkv(
@@ -161,7 +161,7 @@ class Placement:
             fan: computes a FAN layer, given its name in the authors' block, its input and the width of its output.
         """
         x_f = fan("att_proj.fanlayer", x, model.hidden_size) if self.is_in_attention else x
-        projected = x_f @ block(self.attention_tensors[-1].reference[0]).T
+        projected = x_f @ block(self.attention_tensors[-1].reference[0]).T  # the last one: the matrix of Q, K (and V)
         widths = [model.num_attention_heads * model.kv_channels, model.value_size]
         if self.has_own_values:
             return [*projected.split(widths, dim=-1), fan("v_fan", x, model.value_size)]
@@ -255,8 +255,8 @@ class QKV(Placement):
     def maps(self, model: "FANformerConfig") -> list[FANMap]:
         """Return the map to X_F, and the map to the values if a FAN layer makes them."""
         outputs = self.outputs(model.fan, model.hidden_size, model.value_size)
-        names = ((f"{FAN}.weight", "p_ratio"), (f"{V_FAN}.weight", "v_p_ratio"))
-        return [FANMap(*name, *output) for name, output in zip(names, outputs, strict=False)]  # one output or two
+        tensors_and_fields = ((f"{FAN}.weight", "p_ratio"), (f"{V_FAN}.weight", "v_p_ratio"))
+        return [FANMap(*pair, *output) for pair, output in zip(tensors_and_fields, outputs, strict=False)]  # 1 or 2
 
     def attention(self) -> tuple[Any, Any]:
         """Return the classes of Megatron's self-attention with a FAN map in front, and of its submodules."""
@@ -354,5 +354,5 @@ def all_tensors() -> dict[LayerTensor, list[str]]:
     mlp = [tensor for placement in PLACEMENTS.values() for tensor in placement.mlp_tensors]
     return {
         tensor: [name for name, placement in PLACEMENTS.items() if tensor in placement.all_tensors()]
-        for tensor in dict.fromkeys([INPUT_NORM, *attention, *HEAD_NORMS, PROJECTION, MLP_NORM, *mlp])
+        for tensor in dict.fromkeys([INPUT_NORM, *attention, *HEAD_NORMS, PROJECTION, MLP_NORM, *mlp])  # each once
     }

@@ -65,7 +65,7 @@ class RopeScalingConfig:
         return self._attention_factor(1.0)
 
     def _attention_factor(self, mscale: float) -> float:
-        return 0.1 * mscale * math.log(max(1.0, self.factor or 1.0)) + 1.0
+        return 0.1 * mscale * math.log(max(1.0, self.factor or 1.0)) + 1.0  # transformers' formula
 
     def softmax_scale(self, head_size: int) -> float | None:
         """Return the factor of attention's scores; None for the default, 1 / sqrt(head_size)."""
@@ -102,8 +102,8 @@ class RopeScalingConfig:
 
     def problems(self) -> list[str]:
         """Return the rules that this configuration breaks, one line each."""
-        needed = {"default": [], "linear": ["factor"], "yarn": ["factor", "original_max_position_embeddings"]}
-        needs = needed[self.rope_type]
+        needs_by_type = {"default": [], "linear": ["factor"], "yarn": ["factor", "original_max_position_embeddings"]}
+        needs = needs_by_type[self.rope_type]
         may_state = [field.name for field in fields(self)] if self.rope_type == "yarn" else ["rope_type", *needs]
         broken = partial(broken_fields, SECTION, self)
         return [

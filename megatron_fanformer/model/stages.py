@@ -87,7 +87,7 @@ class Stage(torch.nn.Module):
 
     @property
     def _scored_columns(self) -> int | None:
-        return None if self.training else self.token_columns
+        return None if self.training else self.token_columns  # None: all, with the padding
 
 
 class GPTStage(Stage, GPTModel):

@@ -41,7 +41,7 @@ class WholeInputTEColumnParallelLinear(TELinear):
         super().__init__(
             input_size,
             divide(output_size, tp_group.size()),
-            parallel_mode="duplicated",
+            parallel_mode="duplicated",  # a whole layer to the Engine, which then does not communicate
             config=without_sequence_parallel(config),
             **kwargs,
         )
@@ -61,7 +61,7 @@ class WholeInputTEColumnParallelLinear(TELinear):
             {"weight": 0, "bias": 0},
             sharded_offsets,
             tp_group=self.shard_group,
-            dp_cp_group=(metadata or {})["dp_cp_group"],
+            dp_cp_group=(metadata or {})["dp_cp_group"],  # megatron-core always states the group
         )
 
 
@@ -73,7 +73,7 @@ class FANTELayerNormColumnParallelLinear(TELayerNormColumnParallelLinear):
     """
 
     def __init__(self, *args: Any, tp_comm_buffer_name: str | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, tp_comm_buffer_name="qkv", **kwargs)
+        super().__init__(*args, tp_comm_buffer_name="qkv", **kwargs)  # megatron-core knows no name of FAN's own
 
 
 class ReplicatedTELinear(TELinear):
@@ -129,7 +129,7 @@ class _OutsideFP8:
         forward = super().forward  # type: ignore[misc]  # the layer comes after this class
         if not FP8GlobalStateManager.is_fp8_enabled():
             return forward(x_sbh)
-        with _autocast(False, False, FP8GlobalStateManager.get_fp8_recipe()):
+        with _autocast(False, False, FP8GlobalStateManager.get_fp8_recipe()):  # neither enabled nor calibrating
             return forward(x_sbh)
 
 

@@ -22,7 +22,7 @@ from megatron_fanformer.cli import PROGRAM, main
 from megatron_fanformer.convert.megatron_lm import (
     HYBRID_NORM,
     OUR_NORM,
-    _count_end_of_text,
+    _include_end_of_text,
     _unstack_layers,
     open_megatron_lm,
 )
@@ -247,11 +247,11 @@ def test_a_null_tokenizers_end_of_text_is_an_id() -> None:
     arguments: dict[str, Any] = {"vocab_size": 250, "tokenizer_type": "NullTokenizer"}
     if "eod_id" in inspect.signature(NullTokenizer).parameters:
         arguments["null_tokenizer_eod_id"] = None
-    ids = _count_end_of_text(arguments, rows=256)["vocab_size"]
+    ids = _include_end_of_text(arguments, rows=256)["vocab_size"]
     tokenizer = NullTokenizer(250)
     assert (ids, ids - 1) == (tokenizer.vocab_size, tokenizer.eod)
     for others in ({"tokenizer_type": "NullTokenizer"}, {"vocab_size": 250}, {}):
-        assert _count_end_of_text(others, rows=256) == others
+        assert _include_end_of_text(others, rows=256) == others
 
 
 def test_arguments_that_are_not_there_can_be_stated(tmp_path: Path, convert: Any) -> None:
