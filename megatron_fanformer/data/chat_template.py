@@ -225,9 +225,9 @@ def function_of(stated: Any) -> Mapping[str, Any] | None:
 
 
 def _parse_arguments(messages: Sequence[Message]) -> tuple[Sequence[Message], list[str]]:
-    """Return messages with the JSON texts in arguments of tool calls parsed, and these texts escaped as JSON strings.
+    """Return messages whose tool calls' arguments are parsed from JSON text, and these texts as JSON strings.
 
-    A template that escapes a text writes one of the text's two JSON strings, which differ beyond ASCII.
+    The strings show whether a template has escaped a text: it writes one of them then, with or without escaped Unicode.
     """
     if not any(message.get("tool_calls") for message in messages):
         return messages, []

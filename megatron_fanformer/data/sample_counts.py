@@ -114,7 +114,7 @@ class SampleCounts:
                     "run in stages must; join it with others, or leave it out"
                 )
         if any(source.is_npy for source in blend.sources):
-            return self.mixed_sizes(blend, None)[0]
+            return self.mixed_sizes(blend, size=None)[0]  # the weights, which do not depend on the size
         if blend.weights is None:
             return [float(samples) for samples in epoch_samples]
         stated = np.array(blend.weights, np.float64)

@@ -237,7 +237,7 @@ def _savings(sweep: Sweep, groups: Sequence[Group], fits: dict[str, Fit], steps:
             name=f"{sweep.config.experiment}: {report.over} that {point} needs for {report.baseline}'s loss",
             paper=None if report.paper_saving is None else f"{report.paper_saving:.1%}",
             ours=100 * reached.share if is_finite else None,
-            interval=(100 * low, 100 * high if math.isfinite(high) else None) if math.isfinite(low) else None,
+            interval=None if math.isinf(low) else (100 * low, None if math.isinf(high) else 100 * high),
             unit=f"% of {report.baseline}'s {report.over}",
             shows=None if shortage_text or reached.interval is None else high < 1,
             sentence=(

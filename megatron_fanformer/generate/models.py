@@ -116,7 +116,7 @@ class TrainedModel:
     def __init__(self, stage: torch.nn.Module, config: FANformerConfig, device: torch.device) -> None:
         self.config = config
         self.masks_behind_cache = any(isinstance(module, TorchCoreAttention) for module in stage.modules())
-        """Whether the attention masks causally on a filled cache, so that it can read several tokens at once there."""
+        """Whether the attention is causal on a filled cache, too, so that it can read several tokens at once there."""
         self._stage = stage.eval()
         self._device = device
 

@@ -80,7 +80,7 @@ def inspect_path(path: str, *, verify: bool = False) -> dict[str, Any]:
     from megatron_fanformer.data.manifest import read_manifest
 
     is_token_file = path.endswith((".npy", ".bin", ".idx"))
-    # A chain of URLs (a::b) is never one of token files, which are not read through chains: look for no manifest.
+    # Behind a chain of URLs (a::b) no manifest is looked for: data is not read through chains.
     if is_url(path) and (is_token_file or ("::" not in path and read_manifest(path) is not None)):
         target = Target("token files", Path(path), (re.sub(r"\.(npy|bin|idx)$", "", path),))
     else:

@@ -86,7 +86,7 @@ def _grid_and_tile(pre_tnr: Tensor, periodic: int) -> tuple[tuple[int], dict[str
     """Return the number of programs, and the shape and the warps of their tiles, for p | g of every rank."""
     ranks, tokens, rows = pre_tnr.shape
     columns = min(TILE_COLUMNS, triton.next_power_of_2(max(periodic, rows - periodic)))
-    tile_tokens = max(1, TILE_BYTES // (pre_tnr.element_size() * max(columns, 2)))  # 2: a tile has at most 2^11 rows
+    tile_tokens = TILE_BYTES // (pre_tnr.element_size() * max(columns, 2))  # at most 2^11: see LARGEST_ROW_STRIDE
     blocks = triton.cdiv(periodic, columns) + triton.cdiv(rows - periodic, columns)
     grid = (triton.cdiv(tokens, tile_tokens) * ranks * blocks,)
     return grid, {"TILE_TOKENS": tile_tokens, "TILE_COLUMNS": columns, "num_warps": WARPS}

@@ -68,12 +68,12 @@ def shrink(model: FANformerConfig, micro_batch_size: int, layouts: list[Parallel
 
 
 def _groups(groups: int, layouts: list[ParallelConfig]) -> int:
-    """Return a small number of groups with the same greatest common divisor as `groups` with each layout's ranks."""
+    """Return a small number of groups that ranks split like `groups`: its gcd with each layout's ranks is the same."""
     fewest = 1
     for layout in layouts:
         ranks = layout.tensor_model_parallel_size * (layout.context_parallel_size if layout.exchanges_heads else 1)
         fewest = math.lcm(fewest, math.gcd(groups, ranks))
-    return math.lcm(fewest, 2) if groups % math.lcm(fewest, 2) == 0 else fewest  # 2 or more, where possible
+    return math.lcm(fewest, 2) if groups % math.lcm(fewest, 2) == 0 else fewest  # even, if `groups` allows it
 
 
 def _layers(num_layers: int, layouts: list[ParallelConfig]) -> int:
