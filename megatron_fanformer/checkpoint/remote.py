@@ -238,7 +238,7 @@ def fetch_newer(url: str, run: Path, *, use_earlier: bool = True) -> None:
             records = {name: remote.fetch_record(name) for name in (run_folder.METRICS, run_folder.RECOVERY)}
             with reported_as_local(run):
                 _publish(copy, run, records)
-        elif sound < 0:
+        elif sound < 0:  # nor does the folder have a sound one
             remote.make_ready()  # a store that cannot be written is reported now, not after the first save
 
     try:

@@ -180,7 +180,7 @@ def expected_shapes(config: FANformerConfig, format: Format) -> dict[str, tuple[
     """Return the name and shape of every tensor that a model of `config` has in a format, in the table's order."""
     shapes = {}
     for row, layer in rows_of(config):
-        parts = row.naming(format).transform.split(row.hub(config), config)
+        parts = row.naming(format).transform.split(row.hub(config), config)  # of Megatron's tensor, on `meta`
         names = names_in(row, layer, format)
         shapes.update({name: tuple(part.shape) for name, part in zip(names, parts, strict=True)})
     return shapes

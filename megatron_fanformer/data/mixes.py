@@ -54,7 +54,7 @@ def first_step(name: str, *, batch_tokens: int) -> int:
 
 
 def order_mixes(first: Blend, later: Mapping[str, Blend], *, global_batch_size: int, seq_length: int) -> list[Mix]:
-    """Return the mixes in the order of their steps: `first` of `data.train_data`, then `later` of `data.stages`."""
+    """Return the mixes by step: `first`, then `later` (of `data.stages`), whose names say where they begin."""
     steps = {name: first_step(name, batch_tokens=global_batch_size * seq_length) for name in later}
     mixes = [Mix(name, step, (step - 1) * global_batch_size, later[name]) for name, step in steps.items()]
     return [Mix(FIRST_MIX, 1, 0, first), *sorted(mixes, key=lambda mix: mix.first_step)]

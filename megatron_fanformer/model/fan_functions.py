@@ -237,7 +237,7 @@ class FANActivationAndProduct(torch.autograd.Function):
         gathered = activation.gather(kept[0]) if activation.recompute else None  # then only p | g is kept
         grad_x_f = grad_sbo.matmul(weight_oh)
         if gathered is None:
-            outputs, kept_g = kept[: 1 + len(grads)], kept[1 + len(grads) :]  # 1: X_F
+            outputs, kept_g = kept[: 1 + len(grads)], kept[1 + len(grads) :]  # outputs: X_F, then one per gradient
         else:
             outputs, kept_g = activation.activate(gathered.wait())
         grad_pre = activation.reduce_scatter(activation.differentiate(outputs, kept_g, [grad_x_f, *grads]))

@@ -95,7 +95,7 @@ class Reordering:
             "linear_proj.weight": [hidden, self._group_rows(channels)],
             "fan.linear.weight": [fan_rows, hidden],
             "fan.linear.bias": [fan_rows],
-            # The rows of the map of values are channels of heads, too.
+            # Where a FAN layer makes the values, query groups keep their order, too: see `_group_rows`.
             "fan.v_linear.weight": [None, hidden],
             "fan.v_linear.bias": [None],
             "linear_qk.weight": [None, self.x_f],

@@ -117,7 +117,7 @@ def layer_forward(job: Job) -> Iterator[Term]:
 
 
 def layer_backward(job: Job) -> Iterator[Term]:
-    """Yield the collectives of one layer's backward, without its recomputation.
+    """Yield the collectives of one layer's backward, in the order of forward's, without its recomputation.
 
     Of a gathered input, a rank keeps only its own part for backward. So backward gathers the input of a column parallel
     map again, and sums the input's gradient over the ranks. It gathers the gradient of a row parallel map's output.
@@ -125,9 +125,9 @@ def layer_backward(job: Job) -> Iterator[Term]:
     yield from (*_gather(job), *_sum(job))  # the layer's first map
     for term in _before_heads(job):
         yield term._replace(kind="reduce-scatter") if term.kind == "all-gather" else term  # backward of a gather
-    if job.parallel.exchanges_heads or job.gathers_twice:  # the gradient's exchange, or a second gather
+    if job.parallel.exchanges_heads or job.gathers_twice:  # the context's gradient, or keys and values once more
         yield from _core_attention(job)
-    if not job.parallel.exchanges_heads:
+    if not job.parallel.exchanges_heads:  # the gradient of the gathered keys and values
         yield Term("cp", "reduce-scatter", "keys and values", _keys_and_values_bytes(job))
     yield from _gather(job)  # the gradient of attention's output
     yield from (*_gather(job), *_sum(job))  # the MLP's first map

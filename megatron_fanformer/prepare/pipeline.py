@@ -118,7 +118,7 @@ class FileEncoder:
         return writer.finish(file.bytes_read, file.sha256)
 
     def _add_to_totals(self, input_bytes: int, documents: int = 0) -> None:
-        with self._totals:
+        with self._totals:  # holds the lock of this array, which all workers share
             self._totals[0] += input_bytes
             self._totals[1] += documents
 

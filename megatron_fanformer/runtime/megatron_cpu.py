@@ -110,7 +110,7 @@ def _import_megatron(with_engine: bool) -> None:
     sys.modules.update(hidden)
     try:
         for name in _BUILT_FROM:
-            with suppress(ModuleNotFoundError):
+            with suppress(ModuleNotFoundError):  # a version may lack one
                 importlib.import_module(name)
     finally:
         torch.compile = compile_

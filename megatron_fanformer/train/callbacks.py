@@ -267,10 +267,10 @@ class SourceCounter(Callback):
         return {name: {"tokens": token_total, "epochs": epoch_total} for name, token_total, epoch_total in totals}
 
     def _count_samples(self, first: int, last: int) -> np.ndarray:
-        """Return the number of samples of each source in the steps from `first` to `last`, [sources] int64."""
+        """Return the number of samples under each of `_names` in the steps from `first` to `last`, [names] int64."""
         begin, end = consumed_before(self._config, first), consumed_before(self._config, last + 1)
-        counts = source_counts(self._train, begin, end, len(self._name_numbers))
-        return np.bincount(self._name_numbers, counts, minlength=len(self._names)).astype(np.int64)  # sums by name
+        counts = source_counts(self._train, begin, end, len(self._name_numbers))  # two sources may have one name
+        return np.bincount(self._name_numbers, weights=counts, minlength=len(self._names)).astype(np.int64)
 
 
 class GarbageCollection(Callback):

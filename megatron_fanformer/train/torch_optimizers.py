@@ -189,7 +189,7 @@ class MuonAndAdam(Adam):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient; a collective call."""
-        super().step(closure)
+        super().step(closure)  # AdamW, for all but the matrices: see `_step_group`
         groups = {main: group for group in self.param_groups if BY_MUON in group for main in group["params"]}
         for matrix_numbers in self.settings.rounds:
             self._step_round(matrix_numbers, groups)

@@ -314,7 +314,7 @@ class Trainer:
         return self.step >= self.config.training.steps
 
     def _stop_reason(self) -> StopReason | None:
-        """Return the reason to end the run after this step, equal on all ranks; None: continue."""
+        """Return why the run ends early, after this step, equal on all ranks; None: continue, or the run is over."""
         if self._is_over:
             return None
         if self._interrupts.stop:
