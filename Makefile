@@ -25,7 +25,7 @@ EVAL := constraints/eval.txt
 INSTALLED := $(VENV)/.installed-$(SERIES)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full faults smoke newest newest-exports lint check format docs clean
+.PHONY: help install demo test test-full faults smoke newest newest-exports lint check format docs release clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -76,8 +76,20 @@ docs: $(INSTALLED) $(VENV)-docs/.installed ## build the documentation's site int
 	$(BIN)/python tools/page_tables.py build/page_tables.json
 	$(VENV)-docs/bin/mkdocs build --strict
 
+# Each file is installed with the newest of everything, which is printed, and tried where no checkout is at hand.
+release: $(INSTALLED) ## the sdist and the wheel in dist/; the demo and tests/hf by each, in an empty environment
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+	set -e; for file in $(CURDIR)/dist/*; do \
+		rm -rf build/release; $(PYTHON) -m venv build/release/env; cp -r pyproject.toml tests build/release; cd build/release; \
+		env/bin/python -m pip install --quiet "$$file[fast]" pytest pytest-timeout; \
+		env/bin/python -m pip freeze; \
+		env/bin/megatron-fanformer demo; env/bin/python -m pytest -m "" tests/hf; cd $(CURDIR); \
+	done
+
 clean: ## remove .venv, builds and caches; runs/ stays
-	rm -rf $(VENV) $(VENV)-docs .venv-3.1[0-9] .venv-newest build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-docs .venv-3.1[0-9] .venv-newest .venv-vllm build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)-docs/.installed: constraints/docs.txt

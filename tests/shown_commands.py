@@ -60,6 +60,8 @@ NOT_OURS = {
     "cp": "copies a checkpoint of a run that the page has trained",
     "make": "starts the tests, and the demo, which the documentation starts without it, too",
     ".venv/bin/python": "pytest on a part of the tests",
+    ".venv-vllm/bin/pip": "the package registry, for another tool's own environment",
+    "python3.11": "makes that environment",
     "python": "a tool of some hours: tests/tools has its tests",
     "kubectl": "a cluster: tests/test_kubernetes.py checks the file",
     "sbatch": "Slurm: tests/test_examples.py runs the scripts",

@@ -169,7 +169,13 @@ class FANformerAttention(nn.Module):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend to hidden states [b, s, h]; return [b, s, h], and the weights [b, n, s, t] or None."""
+        """Attend to hidden states [b, s, h]; return [b, s, h], and the weights [b, n, s, t] or None.
+
+        Raises ValueError if vLLM splits heads whose values are whole. It runs this before it serves, and reads it.
+        """
+        served = getattr(self, "attn", None) or (kwargs.get("attention_instances") or {}).get(self.layer_idx)
+        if hasattr(self, "v_fan") and served and served.num_heads != self.config.num_attention_heads:
+            raise ValueError("fan_placement qk_and_v cannot be split by heads; serve it with --tensor-parallel-size 1")
         shape = hidden_states.shape[:-1]
         query, key, value = (
             heads.view(*shape, -1, self.head_dim).transpose(1, 2) for heads in self.queries_keys_values(hidden_states)
@@ -211,13 +217,6 @@ class FANformerFANValueAttention(FANformerFANAttention):
         """Map x [b, s, h] by one FAN to queries [b, s, n d] and keys [b, s, k d], by another to values [b, s, k d]."""
         x_f = self.fan_activation(self.fan(x))
         return self.q_proj(x_f), self.k_proj(x_f), self.v_fan_activation(self.v_fan(x))
-
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Attend as the base class does. Raises ValueError if vLLM splits heads over ranks, since values are whole."""
-        vllm_layers = kwargs.get("attention_instances")  # vLLM runs the model, and so this check, before it serves
-        if vllm_layers and vllm_layers[self.layer_idx].num_heads != self.config.num_attention_heads:
-            raise ValueError("fan_placement qk_and_v cannot be split by heads; serve it with --tensor-parallel-size 1")
-        return super().forward(*args, **kwargs)
 
 
 def residual_linear(in_features: int, out_features: int, layer_idx: int, *, bias: bool = False) -> nn.Linear:

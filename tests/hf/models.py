@@ -22,14 +22,14 @@ OWN_VALUES = {"fan_placement": "qk_and_v", "v_p_ratio": 0.125, "fan_activation":
 PLACEMENTS: dict[str, dict[str, Any]] = {"qkv": {}, "qk_and_v": OWN_VALUES, "none": {"fan_placement": "none"}}
 
 
-def build(attention: str = "sdpa", **fields: Any) -> FANformerForCausalLM:
-    """A random model in float32; weights drawn wide, so that greedy choices are far from ties."""
+def build(attention: str = "sdpa", alpha: float = 0.2, **fields: Any) -> FANformerForCausalLM:
+    """A random model in float32; weights drawn wide (`alpha`), so that greedy choices are far from ties."""
     torch.manual_seed(0)
     config = FANformerConfig(**SIZES | fields)
     model = FANformerForCausalLM._from_config(config, attn_implementation=attention).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+            parameter.add_(torch.randn_like(parameter), alpha=alpha)
     return model
 
 

@@ -48,16 +48,6 @@ def test_eager_equals_sdpa(groups):
     assert (eager - sdpa).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_a_token_does_not_see_later_ones(attention):
-    model, ids = build(attention), some_ids()
-    changed = ids.clone()
-    changed[:, 6] = 1
-    before, after = model(ids).logits, model(changed).logits
-    assert (before[:, :6] - after[:, :6]).abs().max() < 1e-5
-    assert (before[:, 6:] - after[:, 6:]).abs().max() > 1e-2
-
-
 def with_checkpointing(model):
     """A model whose layers run again in backward; transformers 5.20 (Python 3.10) has the older names alone."""
     newer = hasattr(model, "activation_checkpointing_enable")
@@ -186,20 +176,10 @@ def test_bf16_is_loaded_in_bf16_and_stays_near(tmp_path):
 FLOAT32_LOGITS = 2e-5  # logits of float32 against float64, 3 layers, logits of order 1
 
 
-def narrow(**fields):
-    """A model whose logits are of order 1, with every norm and bias off its initial value."""
-    torch.manual_seed(3)
-    model = FANformerForCausalLM(FANformerConfig(**SIZES | fields)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return model
-
-
 @pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS.keys())
 @torch.no_grad()
 def test_logits_are_those_of_the_equations(fields):
-    model, ids = narrow(**fields), some_ids(2, 24)
+    model, ids = build(alpha=0.1, **fields), some_ids(2, 24)  # norms and biases are off their initial values
     gelu = model.config.fan_activation == "gelu"
     exact = {name: weight.double() for name, weight in from_transformers(model.state_dict()).items()}
     expected = plain_logits(exact, ids, heads=4, gelu=gelu)
@@ -208,15 +188,8 @@ def test_logits_are_those_of_the_equations(fields):
 
 def test_values_of_their_own_fan_have_no_matrix_behind_it():
     shapes = {name: tuple(w.shape) for name, w in build(**OWN_VALUES).model.layers[0].self_attn.named_parameters()}
-    assert shapes == {
-        "fan.weight": (24, 32),
-        "fan.bias": (24,),
-        "q_proj.weight": (32, 32),
-        "k_proj.weight": (16, 32),
-        "v_fan.weight": (14, 32),  # P = 2, G = 12 of 16
-        "v_fan.bias": (14,),
-        "o_proj.weight": (32, 32),
-    }
+    assert "v_proj.weight" not in shapes and (shapes["fan.weight"], shapes["fan.bias"]) == ((24, 32), (24,))
+    assert (shapes["v_fan.weight"], shapes["v_fan.bias"]) == ((14, 32), (14,))  # P = 2, G = 12 of 16
 
 
 @pytest.mark.parametrize("fields", PLACEMENTS.values(), ids=PLACEMENTS.keys())

@@ -1,14 +1,12 @@
 """transformers' pipeline and Trainer on an export; docs/other-tools.md has other tools, tried by hand."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from megatron_fanformer.convert.huggingface import open_huggingface
-from megatron_fanformer.hf import FANformerForCausalLM
 from tests.generate.making import write_export, write_tokenizer
 
 PROMPTS = ["def f(x):", "class A", "x"]
@@ -22,14 +20,9 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "model"
 
 
-def opened(folder: Path, **options: Any) -> FANformerForCausalLM:
-    model: FANformerForCausalLM = AutoModelForCausalLM.from_pretrained(folder, **options)
-    return model.eval()
-
-
 @torch.no_grad()
 def test_a_pipeline_generates_in_batches_what_the_model_generates_alone(export: Path) -> None:
-    model, tokenizer = opened(export), AutoTokenizer.from_pretrained(export)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(export), AutoTokenizer.from_pretrained(export)
     generator = pipeline("text-generation", model=str(export), trust_remote_code=True, device="cpu")
     answers = generator(PROMPTS, max_new_tokens=8, do_sample=False, batch_size=3)
     for prompt, (answer,) in zip(PROMPTS, answers, strict=True):
@@ -43,7 +36,10 @@ def test_trainer_fine_tunes_an_export(export: Path, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     from transformers import Trainer, TrainingArguments
 
-    model, ids = opened(export), torch.randint(2, 250, (24,), generator=torch.Generator().manual_seed(0))
+    model, ids = (
+        AutoModelForCausalLM.from_pretrained(export),
+        torch.randint(2, 250, (24,), generator=torch.Generator().manual_seed(0)),
+    )
     with torch.no_grad():
         first = model(ids[None], labels=ids[None]).loss.item()
     settings = TrainingArguments(
