@@ -53,7 +53,7 @@ PROBED = np.r_[:0xD800, 0xF900:0x10000, 0x1D400:0x1D800, 0x1F000:0x1FC00]
 # Letters and digits around a character reveal its category. U+0345 and U+0334 have the highest and the lowest combining
 # class: between them, a character that combines changes places with one of the two.
 SURROUNDINGS = "a{0}b 1{0}2 a\u0345{0}\u0334"
-ROW = 64  # so many characters are compared together, and one by one only if the ids differ
+COMPARED = 64  # so many characters are compared together, and one by one only if the ids differ
 DOUBTED, UNSEEN, TRUSTED = range(3)
 BLOCK_TOKENS = 1 << 22
 # A longer document means that another tokenizer made the file, all of which would be held in memory: it is an error.
@@ -107,14 +107,13 @@ class Trust:
         codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
         codes = codes[codes > ASCII]
         if (found := self.characters[codes]).all():  # none is doubted
-            for row in np.unique(codes[found == UNSEEN] // ROW).tolist():
-                self._compare_row(slice(row * ROW, (row + 1) * ROW))
+            unseen = np.unique(codes[found == UNSEEN])
+            for compared in (unseen[start : start + COMPARED] for start in range(0, len(unseen), COMPARED)):
+                texts = list(map(SURROUNDINGS.format, map(chr, compared)))
+                are_all_equal = all(_compare(["".join(texts)], self._fast, self._exact))
+                are_trusted = are_all_equal or _compare(texts, self._fast, self._exact)
+                self.characters[compared] = np.where(are_trusted, TRUSTED, DOUBTED)
         return bool((self.characters[codes] == TRUSTED).all())
-
-    def _compare_row(self, row: slice) -> None:
-        texts = [SURROUNDINGS.format(chr(code)) for code in range(row.start, row.stop)]
-        (is_row_equal,) = _compare(["".join(texts)], self._fast, self._exact)
-        self.characters[row] = np.where(is_row_equal or _compare(texts, self._fast, self._exact), TRUSTED, DOUBTED)
 
 
 class IdEncoder:

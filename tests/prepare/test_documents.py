@@ -109,7 +109,7 @@ def test_lines_of_which_the_first_is_an_array_are_lines(write_lines: WriteLines)
 def test_a_block_is_read_as_its_lines_are_alone() -> None:
     a, part, rest = as_line("a"), b'{"text": "b", "n": [{}', b",{}]}"
     blocks = [
-        a + b"\n" + a,
+        a + a,
         a + b" " + a + b"\n\n",
         b"\n" + a + a,
         part + b"\n" + rest + a,
