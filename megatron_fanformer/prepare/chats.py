@@ -233,7 +233,7 @@ class ChatEncoder:
         first_name = f"conversation {outcomes[next(iter(rendered))].id!r}" if rendered else ""
         # A piece is a text, or the id of a special token. The texts of all conversations are encoded together.
         pieces_by_line = {line: list(chat_pieces(self._encoder.exact, chat)) for line, chat in rendered.items()}
-        texts = [piece.encode() for pieces in pieces_by_line.values() for piece, _ in pieces if isinstance(piece, str)]
+        texts = [piece for pieces in pieces_by_line.values() for piece, _ in pieces if isinstance(piece, str)]
         ids_of_texts = iter(self._encoder.encode_block(number, texts, first_name))
         no_ids, no_mask = np.empty(0, self._dtype), np.empty(0, np.uint8)  # concatenate needs an array with a type
         tokens, masks, is_cut, text_bytes = [], [], [], 0

@@ -1,23 +1,22 @@
 """Token ids of documents and of token files.
 
 gigatoken is several times as fast as the exact library (tokenizers or sentencepiece), but the two differ on characters
-that later versions of Unicode added, and on how these combine. So both are given each character alone, and a text with
-a character on which they differ goes to the exact library. Both are then compared on texts that are known to be
-hard and, while documents are encoded, on samples.
+that later versions of Unicode added, and on how these combine. So both are given each character when it is first seen,
+and a text with a character on which they differ goes to the exact library. Both are also compared on texts that are
+known to be hard and, while documents are encoded, on samples.
 
-Texts are UTF-8 bytes here, as gigatoken takes them: to join and convert Python strings would double the cost. Spawned
-worker processes import this module, so it must not import torch or megatron-core: that would cost each of them seconds.
+Spawned workers import this module, so it must not import torch or megatron-core: that would cost each of them seconds.
 """
 
-import operator
 import random
 import re
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import chain, compress, count
+from itertools import chain, count
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -34,8 +33,8 @@ from megatron_fanformer.prepare.documents import Block, DocumentParser, Refusal,
 from megatron_fanformer.prepare.verb import Backend
 
 GIGATOKEN = "gigatoken"
-# gigatoken caches every word. To free the cache, gigatoken is loaded again once it has both taken so much more memory
-# and encoded so much text; beside encoding that text, loading costs little.
+# gigatoken caches every word. To free the cache, gigatoken is loaded again if it has taken so much more memory; this is
+# looked at after so much text each time, beside which loading costs little.
 CACHE_BYTES = 160 << 20
 CACHE_TEXT_BYTES = 16 << 20
 # Less input is not worth the half second in which gigatoken is compared with the exact library.
@@ -49,13 +48,13 @@ CHECKED_CHARACTERS = 4_000
 PIECE_CHARACTERS = 1 << 18
 CUT = re.compile(r"(?<=[A-Za-z0-9])(?= [A-Za-z0-9])")
 ASCII = 127
-CODE_POINTS = 0x110000
 # The characters given to both libraries. All others are rare, and always go to the exact library.
-PROBED = (range(0, 0xD800), range(0xF900, 0x10000), range(0x1D400, 0x1D800), range(0x1F000, 0x1FC00))
+PROBED = np.r_[:0xD800, 0xF900:0x10000, 0x1D400:0x1D800, 0x1F000:0x1FC00]
 # Letters and digits around a character reveal its category. U+0345 and U+0334 have the highest and the lowest combining
 # class: between them, a character that combines changes places with one of the two.
 SURROUNDINGS = "a{0}b 1{0}2 a\u0345{0}\u0334"
-ROW = 64  # so many characters are compared together, and one by one only if the ids differ
+COMPARED = 64  # so many characters are compared together, and one by one only if the ids differ
+DOUBTED, UNSEEN, TRUSTED = range(3)
 BLOCK_TOKENS = 1 << 22
 # A longer document means that another tokenizer made the file, all of which would be held in memory: it is an error.
 MAX_DOCUMENT_TOKENS = 1 << 26
@@ -71,43 +70,50 @@ class Gigatoken:
         self._path = path
         self._load()
 
-    def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """Return the ids of each text."""
-        self._text_left -= sum(map(len, texts))
-        if self._text_left < 0 and psutil.Process().memory_info().rss > self._resident_limit:
-            self._load()
-        # gigatoken's own encode_batch would save some 2 µs per text, but imports awkward, for 0.6 s of CPU.
-        return [self._tokenizer.encode(text) for text in texts]
-
     def _load(self) -> None:
         import gigatoken  # an optional dependency
 
         load = gigatoken.Tokenizer.from_json if self._path.suffix == ".json" else gigatoken.Tokenizer.from_sentencepiece
         self._tokenizer: Any = None  # frees the old cache before the new one grows
-        self._tokenizer = load(self._path.read_bytes())
+        self._tokenizer = load(self._path.read_bytes()).backend
         self._text_left = CACHE_TEXT_BYTES
         self._resident_limit = psutil.Process().memory_info().rss + CACHE_BYTES
 
+    def encode(self, text: str) -> np.ndarray:
+        """Return the ids of a text."""
+        self._text_left -= len(text)
+        if self._text_left < 0:
+            self._text_left = CACHE_TEXT_BYTES
+            if psutil.Process().memory_info().rss > self._resident_limit:
+                self._load()
+        # gigatoken's own encode_batch would save some 2 µs per text, but imports awkward, for 0.2 s of CPU.
+        return self._tokenizer.encode(text)
 
-@dataclass(frozen=True)
+
 class Trust:
-    """States which texts gigatoken encodes as the exact library does."""
+    """Knows which texts gigatoken encodes as the exact library does; compares both on characters that are new to it."""
 
-    characters: np.ndarray
-    """[0x110000] bool: the trusted characters."""
-    doubtful_pieces: list[bytes]
-    """Special pieces on which the two libraries differ if a text contains them literally."""
+    def __init__(self, fast: EncodeAll, exact: EncodeAll, doubtful_pieces: Sequence[str]) -> None:
+        self._fast, self._exact, self._doubtful_pieces = fast, exact, doubtful_pieces
+        self.characters = np.full(sys.maxunicode + 1, DOUBTED, np.uint8)
+        self.characters[PROBED] = UNSEEN
 
-    def covers(self, text: bytes) -> bool:
+    def covers(self, text: str) -> bool:
         """Return whether gigatoken is trusted with a text."""
-        if any(piece in text for piece in self.doubtful_pieces):
+        if self._doubtful_pieces and any(piece in text for piece in self._doubtful_pieces):
             return False
         if text.isascii():
             return True
-        data = np.frombuffer(text, np.uint8)
-        # Every byte of a character beyond ASCII is above 127 in UTF-8, so this keeps characters whole.
-        beyond_ascii = data[data > ASCII].tobytes().decode().encode("utf-32-le")
-        return bool(self.characters[np.frombuffer(beyond_ascii, np.uint32)].all())
+        codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        codes = codes[codes > ASCII]
+        if (found := self.characters[codes]).all():  # none is doubted
+            unseen = np.unique(codes[found == UNSEEN])
+            for compared in (unseen[start : start + COMPARED] for start in range(0, len(unseen), COMPARED)):
+                texts = list(map(SURROUNDINGS.format, map(chr, compared)))
+                are_all_equal = all(_compare(["".join(texts)], self._fast, self._exact))
+                are_trusted = are_all_equal or _compare(texts, self._fast, self._exact)
+                self.characters[compared] = np.where(are_trusted, TRUSTED, DOUBTED)
+        return bool((self.characters[codes] == TRUSTED).all())
 
 
 class IdEncoder:
@@ -117,10 +123,11 @@ class IdEncoder:
     single spaces between words, unless such a cut at every word changes the ids of the text's beginning.
     """
 
-    def __init__(self, exact: Tokenizer, fast: Gigatoken | None = None, trust: Trust | None = None) -> None:
-        self.exact, self._fast, self._trust = exact, fast, trust
+    def __init__(self, exact: Tokenizer, fast: Gigatoken | None = None, doubtful_pieces: Sequence[str] = ()) -> None:
+        self.exact, self._fast = exact, fast
+        self._trust = Trust(_as_encode_all(fast), exact.encode_batch, doubtful_pieces) if fast else None
 
-    def encode_block(self, number: int, texts: Sequence[bytes], name: str) -> list[np.ndarray]:
+    def encode_block(self, number: int, texts: Sequence[str], name: str) -> list[np.ndarray]:
         """Return the ids of each text in a block of a file; in some blocks, compare the libraries on the first text.
 
         Args:
@@ -131,30 +138,19 @@ class IdEncoder:
             InputError: the two libraries differ.
         """
         if self._fast is not None and texts and number % CHECKED_BLOCKS == 0:
-            beginning = texts[0].decode()[:CHECKED_CHARACTERS]
-            if self.encode_batch([beginning.encode()])[0].tolist() != self.exact.encode(beginning):
+            beginning = texts[0][:CHECKED_CHARACTERS]
+            if self.encode(beginning).tolist() != self.exact.encode(beginning):
                 raise InputError(
                     f"gigatoken's ids differ from the exact library's in {name}; remove the output's .parts folder, "
                     "and prepare with --backend tokenizers or sentencepiece"
                 )
-        return self.encode_batch(texts)
+        return list(map(self.encode, texts))
 
-    def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """Return the ids of each text, in an unsigned type."""
-        if self._fast is None or self._trust is None:
-            return self._encode_exactly(texts)
-        are_trusted = list(map(self._trust.covers, texts))
-        fast_rows = iter(self._fast.encode_batch(list(compress(texts, are_trusted))))
-        exact_rows = iter(self._encode_exactly(list(compress(texts, map(operator.not_, are_trusted)))))
-        return [next(fast_rows if is_trusted else exact_rows) for is_trusted in are_trusted]
-
-    def _encode_exactly(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        decoded = [text.decode() for text in texts]
-        short_rows = iter(self.exact.encode_batch([text for text in decoded if len(text) <= PIECE_CHARACTERS]))
-        return [
-            np.array(next(short_rows), np.uint32) if len(text) <= PIECE_CHARACTERS else self._encode_long(text)
-            for text in decoded
-        ]
+    def encode(self, text: str) -> np.ndarray:
+        """Return the ids of a text, in an unsigned type."""
+        if self._fast and self._trust and self._trust.covers(text):
+            return self._fast.encode(text)
+        return self._encode_long(text) if len(text) > PIECE_CHARACTERS else np.array(self.exact.encode(text), np.uint32)
 
     def _encode_long(self, text: str) -> np.ndarray:
         beginning, pieces = text[:PIECE_CHARACTERS], [text]
@@ -183,13 +179,14 @@ class EncoderChoice:
     tokenizer: str
     eod_id: int
     encoding: Encoding
-    trust: Trust | None = None
-    """Texts that gigatoken is trusted with; None if it is not used."""
+    doubtful_pieces: Sequence[str] = ()
+    """Special pieces on which gigatoken differs if a text contains them literally."""
 
     def make_encoder(self) -> IdEncoder:
         """Load the library; return an encoder for one thread."""
         exact = load_tokenizer(self.tokenizer, eod_id=self.eod_id)
-        return IdEncoder(exact, Gigatoken(exact.path) if self.trust else None, self.trust)
+        fast = Gigatoken(exact.path) if self.encoding.backend == GIGATOKEN else None
+        return IdEncoder(exact, fast, self.doubtful_pieces)
 
 
 def choose_encoder(tokenizer: Tokenizer, backend: Backend, input_bytes: int) -> EncoderChoice:
@@ -202,8 +199,8 @@ def choose_encoder(tokenizer: Tokenizer, backend: Backend, input_bytes: int) -> 
     """
     exact = "tokenizers" if tokenizer.path.suffix == ".json" else "sentencepiece"
 
-    def choice(backend: str, reason: str | None = None, trust: Trust | None = None) -> EncoderChoice:
-        return EncoderChoice(str(tokenizer.path), tokenizer.eod_id, Encoding(backend=backend, reason=reason), trust)
+    def choice(backend: str, reason: str | None = None, doubtful: Sequence[str] = ()) -> EncoderChoice:
+        return EncoderChoice(str(tokenizer.path), tokenizer.eod_id, Encoding(backend=backend, reason=reason), doubtful)
 
     if backend not in ("auto", GIGATOKEN):
         if backend != exact:
@@ -211,48 +208,31 @@ def choose_encoder(tokenizer: Tokenizer, backend: Backend, input_bytes: int) -> 
         return choice(exact)
     if backend == "auto" and input_bytes < SMALL_INPUT_BYTES:
         return choice(exact, SMALL_INPUT)
-    trust_or_reason = compare_gigatoken(tokenizer)
-    if isinstance(trust_or_reason, Trust):
-        return choice(GIGATOKEN, trust=trust_or_reason)
+    doubtful_or_reason = compare_gigatoken(tokenizer)
+    if not isinstance(doubtful_or_reason, str):
+        return choice(GIGATOKEN, doubtful=doubtful_or_reason)
     if backend == GIGATOKEN:
-        raise InputError(f"gigatoken cannot be used for {tokenizer.path} ({trust_or_reason}); set backend to auto")
-    return choice(exact, reason=trust_or_reason)
+        raise InputError(f"gigatoken cannot be used for {tokenizer.path} ({doubtful_or_reason}); set backend to auto")
+    return choice(exact, reason=doubtful_or_reason)
 
 
-def compare_gigatoken(exact: Tokenizer) -> Trust | str:
-    """Return the texts that gigatoken is trusted with, or the reason not to use it; takes half a second."""
+def compare_gigatoken(exact: Tokenizer) -> list[str] | str:
+    """Return the special pieces that gigatoken is not trusted with, or the reason not to use it."""
     if find_spec(GIGATOKEN) is None:
         return "gigatoken is not installed; pip install 'megatron_fanformer[fast]'"
     try:
-        fast, special_pieces = Gigatoken(exact.path), exact.special_pieces
-        encode_fast = _as_encode_all(fast)
-        equal_on = {piece: _compare(_texts_around(piece), encode_fast, exact.encode_batch) for piece in special_pieces}
+        fast, pieces = Gigatoken(exact.path), exact.special_pieces
+        equal_on = {piece: _compare(_texts_around(piece), _as_encode_all(fast), exact.encode_batch) for piece in pieces}
         doubtful_pieces = [piece for piece, are_equal in equal_on.items() if not all(are_equal)]
         if len(doubtful_pieces) > MAX_DOUBTFUL_PIECES:
             return f"gigatoken takes {len(doubtful_pieces)} special pieces otherwise, {doubtful_pieces[0]!r} first"
-        characters = trusted_characters(encode_fast, exact.encode_batch)
-        if not characters[: ASCII + 1].all():
-            return "gigatoken's ids differ on ASCII characters"
-        trust = Trust(characters, [piece.encode() for piece in doubtful_pieces])
-        texts = list(hard_texts(special_pieces))
-        are_equal = _compare(texts, _as_encode_all(IdEncoder(exact, fast, trust)), exact.encode_batch)
+        texts = list(hard_texts(pieces))
+        are_equal = _compare(texts, _as_encode_all(IdEncoder(exact, fast, doubtful_pieces)), exact.encode_batch)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # gigatoken's panics are not subclasses of Exception
         return f"gigatoken cannot read it: {' '.join(str(error).split())}"
-    return trust if all(are_equal) else f"gigatoken's ids differ on {texts[are_equal.index(False)][:40]!a}"
-
-
-def trusted_characters(fast: EncodeAll, exact: EncodeAll) -> np.ndarray:
-    """Return [0x110000] bool: for each character, whether both libraries give the same ids to texts with it."""
-    are_trusted = np.zeros(CODE_POINTS, bool)
-    codes = list(chain.from_iterable(PROBED))
-    rows = [codes[start : start + ROW] for start in range(0, len(codes), ROW)]
-    texts_of_rows = [[SURROUNDINGS.format(chr(code)) for code in row] for row in rows]
-    are_rows_equal = _compare(["".join(texts) for texts in texts_of_rows], fast, exact)
-    for row, texts, is_row_equal in zip(rows, texts_of_rows, are_rows_equal, strict=True):
-        are_trusted[row] = True if is_row_equal else _compare(texts, fast, exact)
-    return are_trusted
+    return doubtful_pieces if all(are_equal) else f"gigatoken's ids differ on {texts[are_equal.index(False)][:40]!a}"
 
 
 def _compare(texts: Sequence[str], fast: EncodeAll, exact: EncodeAll) -> list[bool]:
@@ -261,7 +241,7 @@ def _compare(texts: Sequence[str], fast: EncodeAll, exact: EncodeAll) -> list[bo
 
 
 def _as_encode_all(encoder: Gigatoken | IdEncoder) -> EncodeAll:
-    return lambda texts: [row.tolist() for row in encoder.encode_batch([text.encode() for text in texts])]
+    return lambda texts: [encoder.encode(text).tolist() for text in texts]
 
 
 def _texts_around(piece: str) -> list[str]:
@@ -271,12 +251,13 @@ def _texts_around(piece: str) -> list[str]:
 def hard_texts(pieces: Sequence[str]) -> Iterator[str]:
     """Yield texts that tokenizers often get wrong, some with these special pieces; the same texts on every call."""
     yield from chain.from_iterable(map(_texts_around, pieces))
+    yield from map("a{0}b 1{0}2 {0}".format, map(chr, range(ASCII + 1)))  # `Trust` takes these for granted
     yield from ("", " ", "\r\n", "a\r\nb\r\n\r\n c\r", "\ta\t\tb", "\x00\x01 abc\x7f\x80\x9f", "\u2028\u2029\x85")
     yield from ("👨\u200d👩\u200d👧\u200d👦", "🏳\ufe0f\u200d🌈", "👍🏽", "🇩🇪🇫🇷🇮", "'s 't 're 've 'm 'll 'd 'S 'LL ''s")
     for part in ("a", " ", "\n", "\t ", "é", "日本語", "1", "!?", "\u0301", "a\u0301\u0323", "ab "):
         yield part * 5_000
     chance = random.Random(0)
-    yield from (" ".join(map(chr, chance.sample(range(0x10000, CODE_POINTS), 600))) for _ in range(16))
+    yield from (" ".join(map(chr, chance.sample(range(0x10000, sys.maxunicode + 1), 600))) for _ in range(16))
     pool = "Aa '.,0\n\r\t\x00\x7f\xa0\xad\xbd\xe9\u0300\u0301\u0323\u0345\u05d0\u0627\u0661\u0966\u1100\u1161\u11a8"
     pool += "\uac00\u2028\u200d\u2160\u3000\u3042\u4e00\ufe0f\ufeff\U0001f600\U0010ffff"
     yield from ("".join(chance.choices(pool, k=chance.randrange(1, 40))) for _ in range(1_000))
@@ -329,20 +310,23 @@ class BlockEncoder:
     def __init__(self, choice: EncoderChoice, settings: Settings) -> None:
         self.parser = DocumentParser(settings.text_field)
         self._encoder = choice.make_encoder()
-        self._eod_id, self._dtype = choice.eod_id, np.dtype(settings.dtype)
+        self._end = np.array([choice.eod_id], settings.dtype)
 
     def encode(self, number: int, block: Block) -> EncodedBlock:
         """Encode the documents of a file's block; blocks are numbered from 0."""
         outcomes = parse_block(block, self.parser)
         documents = [outcome for outcome in outcomes if not isinstance(outcome, Refusal)]
-        texts = [document.text.encode() for document in documents]
+        texts = [document.text for document in documents]
         name = f"document {documents[0].id!r}" if documents else ""
         rows = self._encoder.encode_block(number, texts, name)
-        lengths = np.array([len(row) + 1 for row in rows], np.int32)
-        tokens = np.full(lengths.sum(dtype=np.int64), self._eod_id, self._dtype)  # an end of text stays after each row
-        for row, end in zip(rows, np.cumsum(lengths, dtype=np.int64).tolist(), strict=True):
-            tokens[end - 1 - len(row) : end - 1] = row
-        return encoded_block(outcomes, tokens=tokens, lengths=lengths, text_bytes=sum(map(len, texts)))
+        lengths = np.array(list(map(len, rows)), np.int32) + 1
+        pieces = [self._end[:0], *(piece for row in rows for piece in (row, self._end))]
+        return encoded_block(
+            outcomes,
+            tokens=np.concatenate(pieces, dtype=self._end.dtype),
+            lengths=lengths,
+            text_bytes=sum(len(text) if text.isascii() else len(text.encode()) for text in texts),
+        )
 
 
 def encode_blocks(encoders: Sequence[Any], blocks: Iterable[Block]) -> Iterator[EncodedBlock]:

@@ -13,14 +13,7 @@ from pyarrow import parquet
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.prepare import documents
-from megatron_fanformer.prepare.documents import (
-    Document,
-    DocumentFile,
-    DocumentParser,
-    Refusal,
-    parse_block,
-    read_documents,
-)
+from megatron_fanformer.prepare.documents import DocumentFile, DocumentParser, Refusal, parse_block, read_documents
 from tests.prepare.fuzzing import zstd
 from tests.prepare.making import WriteLines, as_line
 
@@ -36,7 +29,7 @@ def test_a_text_field_that_no_json_key_can_match_is_an_input_error() -> None:
 def test_the_text_may_stand_in_the_field_of_id_or_source(field: str) -> None:
     """Then documents have no id, or no source, whichever way they are read."""
     parser = DocumentParser(field)
-    expected = Document("the text", *("other" if name != field else None for name in ("id", "source")))
+    expected = documents.Document("the text", *("other" if name != field else None for name in ("id", "source")))
     values = {"id": "other", "source": "other", field: "the text", f"{field} ": "no"}
     line = json.dumps(values)
     for each in (line, line[:-1] + ', "n": NaN}'):  # which the first parse does not take
@@ -111,6 +104,19 @@ def test_one_array_is_refused(tmp_path: Path, array: bytes) -> None:
 def test_lines_of_which_the_first_is_an_array_are_lines(write_lines: WriteLines) -> None:
     path = write_lines("a.jsonl", [b'[{"text": "a"}]', as_line("b")])
     assert list(read_documents(path)) == [Refusal(documents.NOT_AN_OBJECT), "b"]
+
+
+def test_a_block_is_read_as_its_lines_are_alone() -> None:
+    a, part, rest = as_line("a"), b'{"text": "b", "n": [{}', b",{}]}"
+    blocks = [
+        a + a,
+        a + b" " + a + b"\n\n",
+        b"\n" + a + a,
+        part + b"\n" + rest + a,
+        part + b"\n" + rest + b"\n",
+    ]
+    for block in [*blocks, a + b"\n" + part + b"\n{" + rest + a, a + b"\n" + a + b"x\r\n" + a + b"\n"]:
+        assert parse_block(block, PARSER) == list(map(PARSER.parse, block.removesuffix(b"\n").split(b"\n")))
 
 
 def test_a_line_over_the_limit_is_refused_and_the_next_one_read(

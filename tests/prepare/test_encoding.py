@@ -11,15 +11,8 @@ from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.data.tokenizer import SPACE_MARK, Tokenizer, load_tokenizer
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError
 from megatron_fanformer.prepare import encoding
-from megatron_fanformer.prepare.encoding import (
-    SMALL_INPUT,
-    EncoderChoice,
-    Gigatoken,
-    IdEncoder,
-    choose_encoder,
-    trusted_characters,
-)
-from tests.prepare.making import Prepare, as_line, prepare_files
+from megatron_fanformer.prepare.encoding import SMALL_INPUT, EncoderChoice, Gigatoken, IdEncoder, choose_encoder
+from tests.prepare.making import Prepare, as_line
 
 MUCH = 1 << 30  # bytes of input that are worth gigatoken
 
@@ -52,25 +45,23 @@ def test_ids_are_those_of_the_exact_library(plan: EncoderChoice, tokenizer: Toke
     source = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))]
     hard = ["", SPACE_MARK, f"a{SPACE_MARK}b", "<|endoftext|>", "x<|endoftext|>y", "\u0eba\u0323", "\U0001e4ec", " "]
     texts = sample_texts + source + hard
-    ids = plan.make_encoder().encode_batch([text.encode() for text in texts])
-    assert [row.tolist() for row in ids] == tokenizer.encode_batch(texts)
+    encoder = plan.make_encoder()
+    assert [encoder.encode(text).tolist() for text in texts] == tokenizer.encode_batch(texts)
 
 
 def test_texts_of_doubtful_characters_and_pieces_alone_go_to_the_exact_library(
     tokenizer: Tokenizer, plan: EncoderChoice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert plan.trust is not None
-    doubtful = chr(int(np.flatnonzero(~plan.trust.characters)[0]))
     exact = load_tokenizer(tokenizer.path)
+    encoder = IdEncoder(exact, Gigatoken(tokenizer.path), plan.doubtful_pieces)
+    texts = ["plain", "one \U0001e4ec", "caf\u00e9", *(f"x{piece}" for piece in plan.doubtful_pieces)]
+    expected = exact.encode_batch(texts)
+    encoder.encode(texts[2])  # compares the characters near
     seen: list[str] = []
-    encode = exact.encode_batch
-    monkeypatch.setattr(exact, "encode_batch", lambda texts: seen.extend(texts) or encode(texts))
-    pieces = [piece.decode() for piece in plan.trust.doubtful_pieces]
-    texts = ["plain", f"one {doubtful}", "caf\u00e9", *(f"x{piece}" for piece in pieces)]
-    encoder = IdEncoder(exact, Gigatoken(tokenizer.path), plan.trust)
-    ids = encoder.encode_batch([text.encode() for text in texts])
+    encode = exact.encode
+    monkeypatch.setattr(exact, "encode", lambda text: seen.append(text) or encode(text))
+    assert [encoder.encode(text).tolist() for text in texts] == expected
     assert seen == [texts[1], *texts[3:]]
-    assert [row.tolist() for row in ids] == encode(texts)
 
 
 def test_without_gigatoken_the_exact_library_serves(
@@ -99,31 +90,29 @@ def test_a_tokenizer_that_gigatoken_cannot_read_goes_to_the_exact_library(
 class Faulty(Gigatoken):
     """gigatoken with one id wrong, at whatever text `wrong` says."""
 
-    wrong: Callable[[bytes], bool]
+    wrong: Callable[[str], bool]
 
-    def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        return [ids + type(self).wrong(text) for ids, text in zip(super().encode_batch(texts), texts, strict=True)]
+    def encode(self, text: str) -> np.ndarray:
+        return super().encode(text) + type(self).wrong(text)
 
 
 def test_wrong_ids_on_a_hard_text_make_the_exact_library_take_over(
     small_tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(encoding, "Gigatoken", Faulty)
-    Faulty.wrong = staticmethod(lambda text: text == b"a\r\nb\r\n\r\n c\r")
+    Faulty.wrong = staticmethod(lambda text: text == "a\r\nb\r\n\r\n c\r")
     chosen = choose_encoder(load_tokenizer(small_tokenizer_file), "auto", MUCH).encoding
     assert chosen.backend == "sentencepiece"
     assert chosen.reason == r"gigatoken's ids differ on 'a\r\nb\r\n\r\n c\r'"
 
 
-def test_a_difference_seen_under_way_is_an_error(
-    tmp_path: Path, olmo_tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The worker is told to trust gigatoken with a character that it takes otherwise: its sample shows it."""
-    (file := tmp_path / "a.jsonl").write_bytes(as_line("x\u0eba\u0323\u0334 " * 3))
-    trust = encoding.Trust(np.ones(0x110000, bool), [])
-    monkeypatch.setattr(encoding, "compare_gigatoken", lambda *_: trust)
+def test_a_difference_seen_under_way_is_an_error(olmo_tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The encoder is told to trust gigatoken with a character that it takes otherwise: its sample shows it."""
+    monkeypatch.setattr(encoding.Trust, "covers", lambda *_: True)
+    choice = choose_encoder(load_tokenizer(olmo_tokenizer_file), "gigatoken", MUCH)
+    encoder = encoding.BlockEncoder(choice, Settings(text_field="text", dtype="uint16"))
     with pytest.raises(InputError, match=r"differ from the exact library's in document '1'; remove .* --backend token"):
-        prepare_files(str(tmp_path / "out"), [file], olmo_tokenizer_file, backend="gigatoken")
+        encoder.encode(0, as_line("x\u0eba\u0323\u0334 " * 3))
 
 
 def test_memory_that_has_grown_is_given_back(olmo_tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,11 +120,11 @@ def test_memory_that_has_grown_is_given_back(olmo_tokenizer_file: Path, monkeypa
     monkeypatch.setattr(encoding, "CACHE_BYTES", -1)  # any memory is too much
     encoder = Gigatoken(olmo_tokenizer_file)
     first = encoder._tokenizer
-    before = encoder.encode_batch([b"word " * 100])[0].tolist()
+    before = encoder.encode("word " * 100).tolist()
     assert encoder._tokenizer is first
-    encoder.encode_batch([b"word " * 200])
+    encoder.encode("word " * 200)
     assert encoder._tokenizer is not first
-    assert encoder.encode_batch([b"word " * 100])[0].tolist() == before
+    assert encoder.encode("word " * 100).tolist() == before
 
 
 def test_a_long_text_has_the_same_ids_in_pieces(
@@ -146,7 +135,7 @@ def test_a_long_text_has_the_same_ids_in_pieces(
     seen: list[int] = []
     encode = tokenizer.encode
     monkeypatch.setattr(tokenizer, "encode", lambda text: seen.append(len(text)) or encode(text))
-    assert IdEncoder(tokenizer).encode_batch([text.encode()])[0].tolist() == encode(text)
+    assert IdEncoder(tokenizer).encode(text).tolist() == encode(text)
     assert max(seen[-10:]) < 1000 < len(text)
 
 
@@ -154,7 +143,7 @@ def test_a_tokenizer_that_joins_words_gets_long_texts_whole(tmp_path: Path, monk
     text = "the end of the day is the end of the night"
     tokenizer = trained(tmp_path, [text] * 50, model_type="bpe", vocab_size=60, split_by_whitespace=False)
     monkeypatch.setattr(encoding, "PIECE_CHARACTERS", 10)
-    assert IdEncoder(tokenizer).encode_batch([text.encode()])[0].tolist() == tokenizer.encode(text)
+    assert IdEncoder(tokenizer).encode(text).tolist() == tokenizer.encode(text)
 
 
 def exact(texts: Sequence[str]) -> list[list[int]]:
@@ -173,9 +162,10 @@ def exact(texts: Sequence[str]) -> list[list[int]]:
     ids=["one character", "with its neighbours", "a combining class", "none"],
 )
 def test_the_characters_that_two_libraries_take_otherwise_are_found(old: str, new: str, doubtful: list[int]) -> None:
-    trusted = trusted_characters(lambda texts: exact([text.replace(old, new) for text in texts]), exact)
-    same = trusted_characters(exact, exact)
-    assert np.flatnonzero(same & ~trusted).tolist() == doubtful and same.sum() == sum(map(len, encoding.PROBED))
+    trust = encoding.Trust(lambda texts: exact([text.replace(old, new) for text in texts]), exact, [])
+    assert not trust.covers("x\U000e0001")  # all of which go to the exact library
+    assert trust.covers("".join(map(chr, encoding.PROBED))) == (not doubtful)
+    assert [code for code in encoding.PROBED if trust.characters[code] == encoding.DOUBTED] == doubtful
 
 
 def test_a_last_document_without_its_end_keeps_its_tokens(
