@@ -50,7 +50,7 @@ def _fan_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[
     if parallel.recomputes("fan"):
         yield from fan_recompute_problems(model, tp_size)
     if parallel.fan_form == "sequence":  # every rank holds the whole map
-        if model.placement.has_fan_mlp:
+        if model.placement.is_fanformer and not model.has_fan:
             yield (
                 f"parallel.fan_form is sequence at model.fan.placement {model.fan.placement}, whose maps tensor "
                 "parallel ranks share; set it to column"
