@@ -186,7 +186,7 @@ def set_problems(config: PerplexityConfig) -> list[str]:
         return []
     return [
         f"{SECTION}: {', '.join(missing)} names no token files; name a .npy file, the prefix of a .bin and .idx pair, "
-        "a folder (a URL of one ends in /) or a pattern, and copy a group's sets there"
+        f"a folder (a URL of one ends in /) or a pattern; copy the sets of {SECTION}.groups into {SECTION}.folder"
     ]
 
 

@@ -131,11 +131,11 @@ def _fact_lines(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _brief(value: Any) -> str:
-    """Return a value as a short text on one line; a list of mappings as their number."""
+    """Return a value as a short text on one line: of a list some items or, if they are mappings, their number."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {_brief(item)}" for key, item in value.items() if item is not None) or "none"
     if isinstance(value, list | tuple):
-        return str(len(value)) if value and isinstance(value[0], Mapping) else some(map(_brief, value)) or "none"
+        return str(len(value)) if value and isinstance(value[0], Mapping) else (some(map(_brief, value)) or "none")
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int | float):

@@ -75,10 +75,10 @@ def read_request(options: PlanOptions) -> PlanRequest:
 
 
 def _state_steps(config: RunConfig, tokens: int | None) -> RunConfig:
-    """Return the configuration with a number of steps in place of epochs: for `tokens` or, if None, for the epochs."""
-    if config.training.epochs is None:
+    """Return the configuration with steps for any epochs: as many as the run's `tokens`, or else the epochs, take."""
+    if config.training.epochs is None:  # it states steps already, which `tokens` leaves as they are
         return config
-    if tokens is not None:
+    if tokens is not None:  # `--tokens` overrides the epochs, and spares reading the data
         return with_train_iters(config, math.ceil(tokens / config.batch_tokens))
     if not config.data.is_chats:
         raise InputError("training.epochs counts conversations (data.format sft) alone; state training.train_iters")

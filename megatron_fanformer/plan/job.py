@@ -90,11 +90,11 @@ class Job:
 
     @property
     def fuses_input_norm(self) -> bool:
-        """Return whether the map that reads the input norm also computes that norm, and does so again in backward.
+        """Return whether the linear map after the input norm also computes that norm, and again in backward.
 
-        The Engine fuses norms into the maps after them, except the input norm before a FAN map of the `sequence` form.
+        The Engine fuses every norm so, except the input norm before a FAN map of the `sequence` form.
         """
-        return self.layers == "transformer_engine" and (self.has_column_fan or not self.model.has_fan)
+        return self.layers == "transformer_engine" and not (self.model.has_fan and self.parallel.fan_form == "sequence")
 
     @property
     def has_ring(self) -> bool:

@@ -179,12 +179,12 @@ def _join_text(content: Any) -> str:
 
 def _parse_tools(stated: Any) -> list[dict[str, Any]] | None:
     """Return the functions that may be called; a Parquet file may state the list of them as JSON text."""
-    if isinstance(stated, str) and stated.strip():
+    if isinstance(stated, str) and stated:
         try:
             stated = msgspec.json.decode(stated)
         except (msgspec.MsgspecError, RecursionError):
             raise _Refused(TOOLS) from None
-    if stated is None or stated == "":
+    if stated is None or stated == "":  # each is a way to state no tools
         return None
     if not isinstance(stated, list) or None in map(function_of, stated):
         raise _Refused(TOOLS)
