@@ -112,8 +112,7 @@ class DocumentParser:
         # Only between two objects does a brace, a line feed and a brace stand in JSON.
         if data[0] == OPENING and (data[breaks - 1] == CLOSING).all() and (data[breaks + 1] == OPENING).all():
             with suppress(*NOT_DECODED):
-                lines = self._decoder.decode_lines(block)
-                if len(lines) == len(breaks) + 1:
+                if len(lines := self._decoder.decode_lines(block)) == len(breaks) + 1:
                     return [self.make_document(fields.text, fields.id, fields.source) for fields in lines]
         return []
 

@@ -37,7 +37,7 @@ GIGATOKEN = "gigatoken"
 # looked at after so much text each time, beside which loading costs little.
 CACHE_BYTES = 160 << 20
 CACHE_TEXT_BYTES = 16 << 20
-# Less input is not worth the half second in which gigatoken is compared with the exact library.
+# Less input is not worth the third of a second in which gigatoken is compared with the exact library.
 SMALL_INPUT_BYTES = 4 << 20
 SMALL_INPUT = "the input is small"
 MAX_DOUBTFUL_PIECES = 8  # every text is searched for all of them
@@ -128,14 +128,9 @@ class IdEncoder:
         self._trust = Trust(_as_encode_all(fast), exact.encode_batch, doubtful_pieces) if fast else None
 
     def encode_block(self, number: int, texts: Sequence[str], name: str) -> list[np.ndarray]:
-        """Return the ids of each text in a block of a file; in some blocks, compare the libraries on the first text.
+        """Return the ids of each text in block `number`, from 0; in some, compare both libraries on the first text.
 
-        Args:
-            number: the number of the block in the file, from 0.
-            name: the first document's name, for the error message.
-
-        Raises:
-            InputError: the two libraries differ.
+        `name` is the first document's, for the error message. Raises InputError if the two libraries differ.
         """
         if self._fast is not None and texts and number % CHECKED_BLOCKS == 0:
             beginning = texts[0][:CHECKED_CHARACTERS]
@@ -254,8 +249,9 @@ def hard_texts(pieces: Sequence[str]) -> Iterator[str]:
     yield from map("a{0}b 1{0}2 {0}".format, map(chr, range(ASCII + 1)))  # `Trust` takes these for granted
     yield from ("", " ", "\r\n", "a\r\nb\r\n\r\n c\r", "\ta\t\tb", "\x00\x01 abc\x7f\x80\x9f", "\u2028\u2029\x85")
     yield from ("👨\u200d👩\u200d👧\u200d👦", "🏳\ufe0f\u200d🌈", "👍🏽", "🇩🇪🇫🇷🇮", "'s 't 're 've 'm 'll 'd 'S 'LL ''s")
-    for part in ("a", " ", "\n", "\t ", "é", "日本語", "1", "!?", "\u0301", "a\u0301\u0323", "ab "):
-        yield part * 5_000
+    yield from (
+        part * 5_000 for part in ("a", " ", "\n", "\t ", "é", "日本語", "1", "!?", "\u0301", "a\u0301\u0323", "ab ")
+    )
     chance = random.Random(0)
     yield from (" ".join(map(chr, chance.sample(range(0x10000, sys.maxunicode + 1), 600))) for _ in range(16))
     pool = "Aa '.,0\n\r\t\x00\x7f\xa0\xad\xbd\xe9\u0300\u0301\u0323\u0345\u05d0\u0627\u0661\u0966\u1100\u1161\u11a8"
@@ -317,8 +313,7 @@ class BlockEncoder:
         outcomes = parse_block(block, self.parser)
         documents = [outcome for outcome in outcomes if not isinstance(outcome, Refusal)]
         texts = [document.text for document in documents]
-        name = f"document {documents[0].id!r}" if documents else ""
-        rows = self._encoder.encode_block(number, texts, name)
+        rows = self._encoder.encode_block(number, texts, f"document {documents[0].id!r}" if documents else "")
         lengths = np.array(list(map(len, rows)), np.int32) + 1
         pieces = [self._end[:0], *(piece for row in rows for piece in (row, self._end))]
         return encoded_block(
