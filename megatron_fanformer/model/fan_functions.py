@@ -165,12 +165,12 @@ class Activation(NamedTuple):
     ) -> Tensor:
         """Return the gradient of p | g of all ranks, [t, s, b, k]: d p = d sin p * cos p - d cos p * sin p.
 
-        `outputs` and `kept_g` are what `activate` returned. `grads` are this rank's terms of the outputs' gradients, so
-        the result, too, is this rank's term, which `reduce_scatter` sums over the ranks.
+        `outputs` and `kept_g` are what `activate` returned. `grads` are this rank's terms of the gradients of the whole
+        outputs [s, b, w], so the result, too, is this rank's term, which `reduce_scatter` sums over the ranks.
         """
         grad_pre_tsbk = grads[0].new_empty(self.shard.ranks, *grads[0].shape[:2], sum(self.shard.rows))
         implementation = fan_activation.implementation_for(grad_pre_tsbk)
-        parts = grad_pre_tsbk.flatten(1, 2).split(self.shard.rows, dim=-1)  # one of each output, written below
+        parts = grad_pre_tsbk.flatten(1, 2).split(self.shard.rows, dim=-1)  # [t, n, r] of each output, written below
         for output, grad, g_nv, part, sizes in zip(outputs, grads, kept_g, parts, self.shard.outputs, strict=True):
             implementation.differentiate(output.flatten(0, 1), grad.flatten(0, 1), g_nv, part, sizes.periodic)
         return grad_pre_tsbk

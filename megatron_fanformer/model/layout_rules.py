@@ -50,10 +50,10 @@ def _fan_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[
     if parallel.recomputes("fan"):
         yield from fan_recompute_problems(model, tp_size)
     if parallel.fan_form == "sequence":  # every rank holds the whole map
-        if model.placement.is_fanformer and not model.has_fan:
+        if model.placement.is_fanformer and not model.has_fan:  # maps, but none in front of attention
             yield (
-                f"parallel.fan_form is sequence at model.fan.placement {model.fan.placement}, whose maps tensor "
-                "parallel ranks share; set it to column"
+                f"parallel.fan_form is sequence at model.fan.placement {model.fan.placement}, whose maps are always "
+                "divided over the tensor parallel ranks; set it to column"
             )
         return
     for _, field, width, p_ratio in model.placement.maps(model):

@@ -41,7 +41,7 @@ class RunShape:
     @property
     def overlaps_norms(self) -> bool:
         """Return whether NCCL's kernels run beside norms: for sums over replicas, or interleaved stages."""
-        overlaps_sums = any(self.parallel.resolved_overlaps(is_faster=self.over_nccl and self.replicas > 1))
+        overlaps_sums = any(self.parallel.resolved_overlaps(is_faster=self.replicas > 1))  # null: if it is faster
         return self.over_nccl and self.ranks > 1 and (overlaps_sums or self.parallel.virtual_stages > 1)
 
 

@@ -38,7 +38,7 @@ def install() -> None:
 
 
 def adapt(*, with_engine: bool = False) -> None:
-    """Adapt torch and megatron-core to compute on the CPU, whether or not torch finds a GPU.
+    """Adapt torch and megatron-core to compute on the CPU; unlike `install`, also where torch finds a GPU.
 
     Args:
         with_engine: leave Transformer Engine visible; the caller has replaced its CUDA extension by CPU functions.
@@ -48,7 +48,7 @@ def adapt(*, with_engine: bool = False) -> None:
     """
     global _installed
     if "megatron.core" in sys.modules:
-        raise RuntimeError("megatron.core was imported before runtime.megatron_cpu.install(); call install() first")
+        raise RuntimeError("megatron.core was imported before runtime.megatron_cpu adapted it; call install() first")
     _hide_cuda_extensions(("apex",) if with_engine else ("transformer_engine", "apex"))
     cuda_on_cpu.map_cuda()
     _add_weight_gradients_inside_products()
