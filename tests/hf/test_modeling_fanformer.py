@@ -188,8 +188,8 @@ def test_logits_are_those_of_the_equations(fields):
 
 def test_values_of_their_own_fan_have_no_matrix_behind_it():
     shapes = {name: tuple(w.shape) for name, w in build(**OWN_VALUES).model.layers[0].self_attn.named_parameters()}
-    assert "v_proj.weight" not in shapes and (shapes["fan.weight"], shapes["fan.bias"]) == ((24, 32), (24,))
-    assert (shapes["v_fan.weight"], shapes["v_fan.bias"]) == ((14, 32), (14,))  # P = 2, G = 12 of 16
+    fan = {"fan.weight": (24, 32), "fan.bias": (24,), "v_fan.weight": (14, 32), "v_fan.bias": (14,)}  # of 16: P 2, G 12
+    assert shapes == fan | {"q_proj.weight": (32, 32), "k_proj.weight": (16, 32), "o_proj.weight": (32, 32)}
 
 
 @pytest.mark.parametrize("fields", PLACEMENTS.values(), ids=PLACEMENTS.keys())

@@ -36,10 +36,8 @@ def test_trainer_fine_tunes_an_export(export: Path, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     from transformers import Trainer, TrainingArguments
 
-    model, ids = (
-        AutoModelForCausalLM.from_pretrained(export),
-        torch.randint(2, 250, (24,), generator=torch.Generator().manual_seed(0)),
-    )
+    model = AutoModelForCausalLM.from_pretrained(export)
+    ids = torch.randint(2, 250, (24,), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         first = model(ids[None], labels=ids[None]).loss.item()
     settings = TrainingArguments(

@@ -36,14 +36,14 @@ def test_a_weight_in_the_next_last_place_is_rounding_and_a_missed_step_is_not() 
     bounds = bounds_from(noise, baseline.last_places)
 
     def found_with(element: np.float32) -> list[str]:
-        weight = after.copy()
-        weight[-1] = element
+        weight = np.append(after[:-1], element)
         return [finding.name for finding in bounds.findings(differences(baseline, [trace_of(weight)]))]
 
     extra = differences(baseline, [trace_of(after)])
     extra.tensors["gradients"]["of another layer"] = math.inf
     assert [finding.name for finding in bounds.findings(extra)] == ["of another layer"]
     assert found_with(np.nextafter(after[-1], np.float32(2))) == []
+    assert found_with(BEFORE[-1]) == ["norm"]
     assert found_with(after[-1] + STEP / 100) == ["norm"]  # a hundredth of a step of one element in 64
     bounds = bounds_from(noise, baseline_of(trace_of(after), state_epsilon=2**-7).last_places)
     assert found_with(after[-1] + STEP * 2**-7) == []  # as the next moment in bf16 gives it
