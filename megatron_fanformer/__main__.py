@@ -3,16 +3,16 @@
 import gc
 import sys
 
-from megatron_fanformer.cli import main
-
 
 def entry_point() -> None:
     """Run this process's command line, and exit with its code."""
+    from megatron_fanformer.cli import main
+
     code = main()
     if "triton" not in sys.modules:  # triton, if not collected, reports leaks in dozens of lines
         gc.freeze()  # otherwise Python spends a second on looking for garbage in torch before it ends
     sys.exit(code)
 
 
-if __name__ == "__main__":  # processes that megatron-core starts while it saves import this module again
+if __name__ == "__main__":  # workers and processes that save import this module again, but must not run the verb
     entry_point()

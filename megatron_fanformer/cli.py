@@ -58,7 +58,7 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, by default this process's, and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in arguments
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads would spin for 0.1 s, and have little to do
     try:
         verb, options = read_command(arguments)
         run_arguments = verb.before(options)  # before the next line imports torch
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # otherwise Python would report the broken pipe again at its end
         return 128 + signal.SIGPIPE
     except (Exception, KeyboardInterrupt) as error:
-        if debug:
+        if "--debug" in arguments:
             print(getattr(error, "rank_traceback", "") or traceback.format_exc(), file=sys.stderr)
         message, code = _describe(error)
         if not getattr(error, "already_reported", False) and not launched_here():  # a launcher prints its ranks' errors

@@ -311,7 +311,7 @@ class DocumentFile:
                     yield None
                 end = chunk.rfind(b"\n") + 1
                 if end:
-                    yield b"".join([*pending, chunk[:end]])
+                    yield b"".join([*pending, memoryview(chunk)[:end]])
                     pending, pending_bytes, chunk = [], 0, chunk[end:]
                 pending.append(chunk)
                 pending_bytes += len(chunk)

@@ -46,7 +46,7 @@ def test_ids_are_those_of_the_exact_library(plan: EncoderChoice, tokenizer: Toke
     hard = ["", SPACE_MARK, f"a{SPACE_MARK}b", "<|endoftext|>", "x<|endoftext|>y", "\u0eba\u0323", "\U0001e4ec", " "]
     texts = sample_texts + source + hard
     encoder = plan.make_encoder()
-    assert [encoder.encode(text).tolist() for text in texts] == tokenizer.encode_batch(texts)
+    assert [ids.tolist() for ids in encoder.encode(texts)] == tokenizer.encode_batch(texts)
 
 
 def test_texts_of_doubtful_characters_and_pieces_alone_go_to_the_exact_library(
@@ -56,11 +56,11 @@ def test_texts_of_doubtful_characters_and_pieces_alone_go_to_the_exact_library(
     encoder = IdEncoder(exact, Gigatoken(tokenizer.path), plan.doubtful_pieces)
     texts = ["plain", "one \U0001e4ec", "caf\u00e9", *(f"x{piece}" for piece in plan.doubtful_pieces)]
     expected = exact.encode_batch(texts)
-    encoder.encode(texts[2])  # compares the characters near
+    encoder.encode([texts[2]])  # compares the characters near
     seen: list[str] = []
     encode = exact.encode
     monkeypatch.setattr(exact, "encode", lambda text: seen.append(text) or encode(text))
-    assert [encoder.encode(text).tolist() for text in texts] == expected
+    assert [ids.tolist() for ids in encoder.encode(texts)] == expected
     assert seen == [texts[1], *texts[3:]]
 
 
@@ -92,8 +92,8 @@ class Faulty(Gigatoken):
 
     wrong: Callable[[str], bool]
 
-    def encode(self, text: str) -> np.ndarray:
-        return super().encode(text) + type(self).wrong(text)
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [ids + type(self).wrong(text) for text, ids in zip(texts, super().encode(texts), strict=True)]
 
 
 def test_wrong_ids_on_a_hard_text_make_the_exact_library_take_over(
@@ -120,11 +120,11 @@ def test_memory_that_has_grown_is_given_back(olmo_tokenizer_file: Path, monkeypa
     monkeypatch.setattr(encoding, "CACHE_BYTES", -1)  # any memory is too much
     encoder = Gigatoken(olmo_tokenizer_file)
     first = encoder._tokenizer
-    before = encoder.encode("word " * 100).tolist()
+    before = encoder.encode(["word " * 100])[0].tolist()
     assert encoder._tokenizer is first
-    encoder.encode("word " * 200)
+    encoder.encode(["word " * 200])
     assert encoder._tokenizer is not first
-    assert encoder.encode("word " * 100).tolist() == before
+    assert encoder.encode(["word " * 100])[0].tolist() == before
 
 
 def test_a_long_text_has_the_same_ids_in_pieces(
@@ -135,7 +135,7 @@ def test_a_long_text_has_the_same_ids_in_pieces(
     seen: list[int] = []
     encode = tokenizer.encode
     monkeypatch.setattr(tokenizer, "encode", lambda text: seen.append(len(text)) or encode(text))
-    assert IdEncoder(tokenizer).encode(text).tolist() == encode(text)
+    assert IdEncoder(tokenizer).encode([text])[0].tolist() == encode(text)
     assert max(seen[-10:]) < 1000 < len(text)
 
 
@@ -143,7 +143,7 @@ def test_a_tokenizer_that_joins_words_gets_long_texts_whole(tmp_path: Path, monk
     text = "the end of the day is the end of the night"
     tokenizer = trained(tmp_path, [text] * 50, model_type="bpe", vocab_size=60, split_by_whitespace=False)
     monkeypatch.setattr(encoding, "PIECE_CHARACTERS", 10)
-    assert IdEncoder(tokenizer).encode(text).tolist() == tokenizer.encode(text)
+    assert IdEncoder(tokenizer).encode([text])[0].tolist() == tokenizer.encode(text)
 
 
 def exact(texts: Sequence[str]) -> list[list[int]]:
@@ -163,8 +163,8 @@ def exact(texts: Sequence[str]) -> list[list[int]]:
 )
 def test_the_characters_that_two_libraries_take_otherwise_are_found(old: str, new: str, doubtful: list[int]) -> None:
     trust = encoding.Trust(lambda texts: exact([text.replace(old, new) for text in texts]), exact, [])
-    assert not trust.covers("x\U000e0001")  # all of which go to the exact library
-    assert trust.covers("".join(map(chr, encoding.PROBED))) == (not doubtful)
+    assert not trust.covers(["x\U000e0001"])  # all of which go to the exact library
+    assert trust.covers(["".join(map(chr, encoding.PROBED))]) == (not doubtful)
     assert [code for code in encoding.PROBED if trust.characters[code] == encoding.DOUBTED] == doubtful
 
 
