@@ -81,7 +81,7 @@ def refuse_largest_id(largest: int | None, vocab_size: int, name: str) -> None:
     if largest is not None and largest >= vocab_size:
         raise InputError(
             f"{name} holds token id {largest}, outside the vocabulary of {vocab_size};"
-            " train with the tokenizer that made the tokens, or raise model.vocab_size"
+            " prepare the tokens with the model's tokenizer, or train with a larger model.vocab_size"
         )
 
 

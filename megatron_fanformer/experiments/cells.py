@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_fanformer.checkpoint.run_folder import VALIDATION_LOSS
 from megatron_fanformer.configuration import build, overlay, read_values
-from megatron_fanformer.errors import InputError
+from megatron_fanformer.errors import InputError, did_you_mean
 from megatron_fanformer.terminal import plural
 from megatron_fanformer.train.config import RunConfig, TrainingConfig, advice, config_from_dict, print_on_stderr
 from megatron_fanformer.train.metrics import PERPLEXITY_LOSS_SUFFIX
@@ -260,16 +260,15 @@ def _run_problems(config: RunConfig, *, needs_data: bool) -> list[str]:
 def _report_problems(sweep: Sweep) -> list[str]:
     """Return the problems of the report's fields for these cells, such as a metric that their runs do not have."""
     report, config = sweep.config.report, sweep.cells[0].config
-    sets, perplexity = config.data.validation_sets, config.evaluation.perplexity
+    sets, perplexity_sets = config.data.validation_sets, config.evaluation.perplexity.paths
     known = [f"{VALIDATION_LOSS}/{name}" for name in sets]
-    known += [*(f"eval/{name}{PERPLEXITY_LOSS_SUFFIX}" for name in perplexity.sets), LOSS]
-    # The names of a group's sets, dozens, are not checked.
-    may_be_in_a_group = perplexity.groups and (report.metric or "").endswith(PERPLEXITY_LOSS_SUFFIX)
+    known += [*(f"eval/{name}{PERPLEXITY_LOSS_SUFFIX}" for name in perplexity_sets), LOSS]
     if report.metric is None and len(sets) != 1:
         number = plural(len(sets), "validation set")
         return [f"report.metric is not set, and the runs have {number}; name one of {', '.join(known)}"]
-    if report.metric is not None and report.metric not in known and not may_be_in_a_group:
-        return [f"report.metric is {report.metric}, no loss that the runs measure; they have {', '.join(known)}"]
+    if report.metric is not None and report.metric not in known:
+        hint = did_you_mean(report.metric, known, f"they have {', '.join(known)}")
+        return [f"report.metric is {report.metric}, no loss that the runs measure; {hint}"]
     try:
         for cell in sweep.cells:
             sweep.size_of(cell)  # raises if the field does not exist, or is not a number

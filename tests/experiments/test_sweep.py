@@ -239,15 +239,17 @@ def test_all_that_is_wrong_with_a_file_is_told_before_any_cell_starts(tmp_path: 
     axes = {"size": {"ok": {}, "odd": {"model.hidden_size": 30}, "typo": {"model.hiden_size": 32}}}
     report = {"compare": "size", "baseline": "ok"}
     changed(file, axes=axes, seeds=2, report=report)
-    lines = told()
-    assert [line for line in lines if line.startswith("cell odd,seed=1234 and 1 more: model.hidden_size 30")]
-    assert [line for line in lines if "unknown configuration key model.hiden_size; did you mean" in line]
+    rules = ("cell odd,seed=1234 and 1 more: model.hidden_size 30", "configuration key model.hiden_size; did you mean")
+    assert all(rule in line for rule, line in zip(rules, told(), strict=True))
     changed(file, report={**report, "primary": [["od", "ok"]]})
     assert told() == ["report has 'od', no point of size; its points are odd, ok, typo"]
     changed(file, report={**report, "over": "tokens", "primary": [["odd", "ok"]]})
     assert told() == ["report.primary is set, and a power law is fitted over tokens; leave one of them out"]
     changed(file, report={**report, "over": "model.fan"}, axes={"size": {"ok": {}}})
     assert "report.over is model.fan, neither parameters, tokens nor a field that is a number" in told()[0]
+    groups = {"evaluation.perplexity": {"groups": ["v3-small"], "folder": "sets"}}
+    changed(file, report={**report, "metric": "eval/v3-small-piles-validation/CrossEntropyLoss"}, changes=groups)
+    assert told()[0].endswith("; did you mean eval/v3-small-pile-validation/CrossEntropyLoss?")
     changed(file, report=report, changes={"data.train_data": ["nowhere"]})
     assert len(read_sweep(file, needs_data=False).cells) == 2
     with pytest.raises(InputError, match=r"in every cell: .*nowhere"):

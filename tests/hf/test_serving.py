@@ -32,13 +32,14 @@ ASK_VLLM = """
 import json, sys
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
-*folders, ranks, prompts = sys.argv[1:]
-kind = dict(model_impl="transformers", trust_remote_code=True, skip_tokenizer_init=True, enforce_eager=True)
+*folders, split, ranks, prompts = sys.argv[1:]
+kind = dict(model_impl="transformers", trust_remote_code=True, skip_tokenizer_init=True)
+kind |= {f"{split}_parallel_size": int(ranks), "enforce_eager": split == "tensor"}
 greedy = SamplingParams(temperature=0, max_tokens=8, logprobs=0, detokenize=False)
 asked = [{"prompt_token_ids": ids} for ids in json.loads(prompts)]
 for folder in folders:
     for dtype in ("float32", "bfloat16"):
-        model = LLM(folder, dtype=dtype, tensor_parallel_size=int(ranks), gpu_memory_utilization=0.1, **kind)
+        model = LLM(folder, dtype=dtype, gpu_memory_utilization=0.1, **kind)
         found = [answer.outputs[0] for answer in model.generate(asked, greedy)]
         rows = [[one.token_ids, [step[i].logprob for i, step in zip(one.token_ids, one.logprobs)]] for one in found]
         print("ANSWERS", json.dumps([folder, dtype, rows]), flush=True)
@@ -118,9 +119,8 @@ def test_servers_split_attention_and_swiglu_and_keep_fan_whole(placement: str, w
     assert [pattern for pattern in plan if not any(re.match(pattern, name) for name in names)] == []
 
 
-def asked(url: str, body: dict[str, Any] | None = None) -> Any:
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+def asked(url: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as answer:
         return json.load(answer)
 
@@ -153,9 +153,8 @@ def test_the_example_serves_an_export(tmp_path: Path) -> None:
         wait_until(lambda: is_open(port), server)
         text = {"model": str(folder), "prompt": "def f(x):", "max_tokens": 8}
         assert asked(f"{url}/v1/completions", text)["choices"][0]["text"] == greedy("def f(x):")
-        chat = {"model": str(folder), "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
-        answer = asked(f"{url}/v1/chat/completions", {**chat, "stream": False})
-        assert answer["choices"][0]["message"]["content"] == greedy("hello|")
+        chat = {"model": str(folder), "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "stream": False}
+        assert asked(f"{url}/v1/chat/completions", chat)["choices"][0]["message"]["content"] == greedy("hi|")
     finally:
         server.terminate()
         server.communicate(timeout=PATIENCE_SECONDS)
@@ -171,7 +170,7 @@ def log_probabilities(folder: str, dtype: str, rows: list[Any]) -> tuple[torch.T
 
 
 @pytest.mark.full
-@pytest.mark.timeout(3600)  # nine starts, which other test processes slow down from four minutes to twelve
+@pytest.mark.timeout(3600)  # ten starts, which other test processes slow down from four minutes to twelve
 @pytest.mark.skipif(not VLLM.is_file(), reason=".venv-vllm has no vLLM (docs/other-tools.md)")
 @torch.no_grad()
 def test_vllm_chooses_the_likeliest_ids_and_has_their_log_probabilities(tmp_path: Path) -> None:
@@ -185,15 +184,16 @@ def test_vllm_chooses_the_likeliest_ids_and_has_their_log_probabilities(tmp_path
         model.save_pretrained(folder)
     own = {"HF_HOME": str(tmp_path), "VLLM_CACHE_ROOT": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     own |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    for ranks in (1, 2):
-        words = [VLLM, "-c", ASK_VLLM, *folders[: 5 - ranks], str(ranks), json.dumps(ASKED)]
+    splits = ((folders, "tensor", 1), (folders[:3], "tensor", 2), (folders[3:], "pipeline", 2))
+    for (served, split, ranks), count in zip(splits, (8, 4, 2), strict=True):
+        words = [VLLM, "-c", ASK_VLLM, *served, split, str(ranks), json.dumps(ASKED)]
         done = subprocess.run(words, env=os.environ | own, capture_output=True, text=True, check=False)
-        assert ("serve it with --tensor-parallel-size 1" in done.stdout + done.stderr) is (ranks == 2), done.stderr
+        assert ("serve it with --tensor-parallel-size 1" in done.stdout + done.stderr) is (count == 4), done.stderr
         answers = [json.loads(line[8:]) for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
-        assert len(answers) == 8 // ranks
+        assert len(answers) == count
         for folder, dtype, rows in answers:
             exact, likeliest = log_probabilities(folder, "float32", rows)
             rounding = log_probabilities(folder, dtype, rows)[0] - exact
-            served = torch.tensor([found for _, found in rows]).flatten()
-            assert (served - exact).norm() <= 1.5 * rounding.norm() + 5e-5, (ranks, folder, dtype)
-            assert (likeliest - exact).max() <= 2 * rounding.abs().max(), (ranks, folder, dtype)
+            found = torch.tensor([found for _, found in rows]).flatten()
+            assert (found - exact).norm() <= 1.5 * rounding.norm() + 5e-5, (split, ranks, folder, dtype)
+            assert (likeliest - exact).max() <= 2 * rounding.abs().max(), (split, ranks, folder, dtype)

@@ -57,8 +57,7 @@ def test_texts_of_doubtful_characters_and_pieces_alone_go_to_the_exact_library(
     texts = ["plain", "one \U0001e4ec", "caf\u00e9", *(f"x{piece}" for piece in plan.doubtful_pieces)]
     expected = exact.encode_batch(texts)
     encoder.encode([texts[2]])  # compares the characters near
-    seen: list[str] = []
-    encode = exact.encode
+    seen, encode = list[str](), exact.encode
     monkeypatch.setattr(exact, "encode", lambda text: seen.append(text) or encode(text))
     assert [ids.tolist() for ids in encoder.encode(texts)] == expected
     assert seen == [texts[1], *texts[3:]]
@@ -132,8 +131,7 @@ def test_a_long_text_has_the_same_ids_in_pieces(
 ) -> None:
     monkeypatch.setattr(encoding, "PIECE_CHARACTERS", 100)
     text = "\n\n".join(sample_texts) + " \u0eba\u0323  two  spaces"
-    seen: list[int] = []
-    encode = tokenizer.encode
+    seen, encode = list[int](), tokenizer.encode
     monkeypatch.setattr(tokenizer, "encode", lambda text: seen.append(len(text)) or encode(text))
     assert IdEncoder(tokenizer).encode([text])[0].tolist() == encode(text)
     assert max(seen[-10:]) < 1000 < len(text)
