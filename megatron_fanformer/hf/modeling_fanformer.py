@@ -32,8 +32,8 @@ CACHE_NAME = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ e
 """transformers' name of the key/value cache: `cache` from 5.24 on."""
 PASSED_ON = {
     *TransformersKwargs.__annotations__,
-    "return_dict",  # set by pipeline stages, which read outputs by name
-    *("shift_labels", "ignore_index"),  # read by the loss
+    # Read by pipeline stages, by the loss, and by `generate` for stop strings.
+    *("return_dict", "shift_labels", "ignore_index", "tokenizer"),
     # Continuous batching: read by its attention, and by its sampler.
     *("block_table", "read_index", "write_index", "max_seqlen_q", "max_seqlen_k"),
     *("logits_indices", "logits_processor_args"),
