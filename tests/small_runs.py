@@ -113,6 +113,12 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
+def is_open(port: int) -> bool:
+    """Return whether a server listens on this port of the loopback."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 def start_command(*arguments: str, **options: Any) -> "subprocess.Popen[str]":
     """Start `python -m megatron_fanformer ARGUMENTS` in a session of its own, its output captured."""
     return start_program(sys.executable, "-m", "megatron_fanformer", *arguments, **options)

@@ -3,11 +3,10 @@
 import importlib.util
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from megatron_fanformer.checkpoint import run_folder
 from megatron_fanformer.checkpoint.manifest import MANIFEST, check_files, read_manifest
 from megatron_fanformer.checkpoint.remote import RemoteRun
 from tests.patience import wait_until
-from tests.small_runs import free_port
+from tests.small_runs import free_port, is_open
 
 WEIGHTS = "__0_0.distcp"
 
@@ -112,26 +111,21 @@ def s3_server(folder: Path) -> Iterator[str]:
     """moto's S3 server with a bucket, whose URL this is; this process and its children use it by their environment."""
     port = free_port()
     with (folder / "server.log").open("wb") as log:
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-        server = subprocess.Popen(command, stdout=log, stderr=log)
+        options = f"-H 127.0.0.1 -p {port}".split()
+        server = subprocess.Popen([sys.executable, "-m", "moto.server", *options], stdout=log, stderr=log)
     try:
         os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{port}"
         os.environ["AWS_ACCESS_KEY_ID"] = os.environ["AWS_SECRET_ACCESS_KEY"] = "testing"
         os.environ["AWS_DEFAULT_REGION"] = "us-east-1"
-        wait_until(lambda: _answers(port), server)
+        wait_until(lambda: is_open(port), server)
         import s3fs
 
+        s3fs.S3FileSystem.clear_instance_cache()  # or the driver of an earlier server would serve
         s3fs.S3FileSystem().mkdir(BUCKET)
         yield f"s3://{BUCKET}"
     finally:
         server.kill()
         server.wait()
-
-
-def _answers(port: int) -> bool:
-    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-        return True
-    return False
 
 
 def verified(url: str, folder: Path) -> int:

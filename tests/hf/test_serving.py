@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -23,7 +22,7 @@ from megatron_fanformer.hf.modeling_fanformer import FANformerAttention
 from tests.generate.making import write_export, write_tokenizer
 from tests.hf.models import LENGTHS, PLACEMENTS, PLACES, SIZES, build, prompts, some_ids
 from tests.patience import PATIENCE_SECONDS, wait_until
-from tests.small_runs import ROOT, free_port, start_program
+from tests.small_runs import ROOT, free_port, is_open, start_program
 
 FLOAT32_HIDDEN = 1e-5  # hidden states of order 1, summed in another order
 VLLM = ROOT / ".venv-vllm" / "bin" / "python"  # apart, for 0.32 needs an older transformers than ours
@@ -123,11 +122,6 @@ def asked(url: str, body: dict[str, Any]) -> Any:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as answer:
         return json.load(answer)
-
-
-def is_open(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.mark.full  # a process that imports for half a minute
