@@ -58,7 +58,7 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, by default this process's, and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads would spin for 0.1 s, and have little to do
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's threads would spin for 0.1 s, and have little to do
     try:
         verb, options = read_command(arguments)
         run_arguments = verb.before(options)  # before the next line imports torch

@@ -58,4 +58,4 @@ def test_foreign_ids_end_a_run_that_is_tensor_parallel(run_on_ranks: Callable[..
     file = Path(tokens + ".bin")
     for code, message in run_on_ranks(2, put_foreign_ids_during_training, values, file):
         assert code == 3 and message.startswith(f"{file} holds token id 60000 (token ")
-        assert "outside the vocabulary of 100; prepare the tokens with the model's tokenizer" in message
+        assert "outside the vocabulary of 100; train with the tokenizer that made the tokens" in message
