@@ -111,8 +111,7 @@ def s3_server(folder: Path) -> Iterator[str]:
     """moto's S3 server with a bucket, whose URL this is; this process and its children use it by their environment."""
     port = free_port()
     with (folder / "server.log").open("wb") as log:
-        options = f"-H 127.0.0.1 -p {port}".split()
-        server = subprocess.Popen([sys.executable, "-m", "moto.server", *options], stdout=log, stderr=log)
+        server = subprocess.Popen([sys.executable, *f"-m moto.server -p {port}".split()], stdout=log, stderr=log)
     try:
         os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{port}"
         os.environ["AWS_ACCESS_KEY_ID"] = os.environ["AWS_SECRET_ACCESS_KEY"] = "testing"

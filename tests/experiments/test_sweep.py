@@ -239,8 +239,9 @@ def test_all_that_is_wrong_with_a_file_is_told_before_any_cell_starts(tmp_path: 
     axes = {"size": {"ok": {}, "odd": {"model.hidden_size": 30}, "typo": {"model.hiden_size": 32}}}
     report = {"compare": "size", "baseline": "ok"}
     changed(file, axes=axes, seeds=2, report=report)
-    rules = ("cell odd,seed=1234 and 1 more: model.hidden_size 30", "configuration key model.hiden_size; did you mean")
-    assert all(rule in line for rule, line in zip(rules, told(), strict=True))
+    lines = told()
+    assert [line for line in lines if line.startswith("cell odd,seed=1234 and 1 more: model.hidden_size 30")]
+    assert [line for line in lines if "unknown configuration key model.hiden_size; did you mean" in line]
     changed(file, report={**report, "primary": [["od", "ok"]]})
     assert told() == ["report has 'od', no point of size; its points are odd, ok, typo"]
     changed(file, report={**report, "over": "tokens", "primary": [["odd", "ok"]]})
